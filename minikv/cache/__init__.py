@@ -1,0 +1,1 @@
+"""Pages, lanes and the store that moves memory between them."""

@@ -1,0 +1,216 @@
+"""Lane tables: which pages hold the entries of each (sequence, layer, KV head).
+
+Bookkeeping is numpy on the host, vectorised over the lanes of a sequence; tensors of entries are
+touched only through the pool.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minikv.cache.pool import PagePool
+
+
+class LaneStore:
+    """Lanes of at most `max_seqs` sequences over one page pool.
+
+    pages: [max_seqs, layers, kv_heads, max_pages] int32, 0 where nothing is held.
+    num_pages, lengths: [max_seqs, layers, kv_heads] int32, pages held and entries stored.
+
+    Who owns a page: the pool's free list, or exactly one place of `pages`.
+
+        pool.allocate --> reserve / fork / rewrite(fresh) --> a lane of an open sequence
+        a lane        --> truncate / rewrite / close      --> pool.free, in the same call
+    """
+
+    def __init__(self, pool: PagePool, max_seqs: int, num_layers: int, num_kv_heads: int, max_entries: int):
+        self.pool = pool
+        self.max_seqs = max_seqs
+        self.lane_shape = (num_layers, num_kv_heads)
+        self.num_lanes = num_layers * num_kv_heads
+        self.max_pages = -(-max_entries // pool.page_size)
+        self.pages = np.zeros((max_seqs, *self.lane_shape, self.max_pages), dtype=np.int32)
+        self.num_pages = np.zeros((max_seqs, *self.lane_shape), dtype=np.int32)
+        self.lengths = np.zeros((max_seqs, *self.lane_shape), dtype=np.int32)
+        self.has_mass = np.zeros(max_seqs, dtype=bool)
+        self._open = np.zeros(max_seqs, dtype=bool)
+
+    # Sequences
+
+    @property
+    def num_free_seqs(self) -> int:
+        """Sequences that can still be opened."""
+        return self.max_seqs - int(self._open.sum())
+
+    def open(self) -> int:
+        """A new sequence with empty lanes. The caller checks `num_free_seqs` first."""
+        assert not self._open.all(), "the caller must check num_free_seqs"
+        seq = int(np.argmin(self._open))
+        self._open[seq] = True
+        return seq
+
+    def close(self, seq: int) -> None:
+        """Free every page of the sequence and the sequence itself."""
+        assert self._open[seq], "the sequence is not open"
+        self._shrink(seq, np.zeros(self.lane_shape, dtype=np.int32))
+        self.lengths[seq] = 0
+        self.has_mass[seq] = False
+        self._open[seq] = False
+
+    def fork(self, source: int) -> int | None:
+        """A copy of a sequence on pages of its own, or None when sequences or pages are short."""
+        counts = -(-self.lengths[source] // self.pool.page_size)
+        if not self.num_free_seqs or int(counts.sum()) > self.pool.num_free:
+            return None
+        seq = self.open()
+        self._grow(seq, counts)
+        held = np.arange(self.max_pages) < counts[..., None]
+        self.pool.copy_pages(self.pages[source][held], self.pages[seq][held])
+        self.lengths[seq] = self.lengths[source]
+        self.has_mass[seq] = self.has_mass[source]
+        return seq
+
+    # Room for new entries
+
+    def pages_for(self, num_entries: int) -> int:
+        """Pages that a sequence of `num_entries` uncompressed tokens takes over all its lanes."""
+        return -(-num_entries // self.pool.page_size) * self.num_lanes
+
+    def pages_missing(self, seq: int, count: int) -> int:
+        """Pages that `reserve(seq, count)` would take from the pool."""
+        return int(self._missing(seq, count).sum())
+
+    def reserve(self, seq: int, count: int) -> bool:
+        """Make room for `count` more entries in every lane; False, changing nothing, if the pool is short."""
+        missing = self._missing(seq, count)
+        if int(missing.sum()) > self.pool.num_free:
+            return False
+        self._grow(seq, missing)
+        return True
+
+    def next_slots(self, seq: int, count: int) -> np.ndarray:
+        """Pool rows [layers, kv_heads, count] int64 of the next `count` entries, which must be reserved."""
+        entry = self.lengths[seq][..., None] + np.arange(count)
+        return self._slots_of(seq, entry)
+
+    def append(self, seq: int, count: int) -> None:
+        """Count `count` written entries into every lane."""
+        self.lengths[seq] += count
+        assert (self.lengths[seq] <= self.num_pages[seq] * self.pool.page_size).all(), "append without reserve"
+
+    def _missing(self, seq: int, count: int) -> np.ndarray:
+        wanted = -(-(self.lengths[seq] + count) // self.pool.page_size)
+        return np.maximum(wanted - self.num_pages[seq], 0)
+
+    def _slots_of(self, seq: int, entry: np.ndarray) -> np.ndarray:
+        page_size = self.pool.page_size
+        page = np.take_along_axis(self.pages[seq], entry // page_size, axis=-1).astype(np.int64)
+        return page * page_size + entry % page_size
+
+    def _grow(self, seq: int, missing: np.ndarray) -> None:
+        total = int(missing.sum())
+        if not total:
+            return
+        # Ascending ids dealt out lane by lane: what one lane gets at once lies together.
+        place = np.arange(self.max_pages)
+        held = self.num_pages[seq][..., None]
+        taken = (place >= held) & (place < held + missing[..., None])
+        assert int(taken.sum()) == total, "a lane outgrew its table"
+        self.pages[seq][taken] = self.pool.allocate(total)
+        self.num_pages[seq] += missing.astype(np.int32)
+
+    def _shrink(self, seq: int, keep: np.ndarray) -> None:
+        """Give back all pages of each lane past its first `keep` [layers, kv_heads]."""
+        place = np.arange(self.max_pages)
+        dropped = (place >= keep[..., None]) & (place < self.num_pages[seq][..., None])
+        ids = self.pages[seq][dropped].astype(np.int64)
+        self.pages[seq][dropped] = 0
+        self.num_pages[seq] = np.minimum(self.num_pages[seq], keep)
+        self.pool.free(ids)
+
+    # Reading and rewriting what is stored
+
+    def slots(self, seq: int) -> tuple[Tensor, Tensor]:
+        """Pool rows [layers, kv_heads, n] int64 of all entries and which of them exist (bool, same
+        shape); n is the longest lane. Places past a lane's end point into page 0 or its last page."""
+        longest = int(self.lengths[seq].max())
+        entry = np.broadcast_to(np.arange(longest), (*self.lane_shape, longest))
+        valid = entry < self.lengths[seq][..., None]
+        return torch.from_numpy(self._slots_of(seq, entry)), torch.from_numpy(valid)
+
+    def positions(self, seq: int) -> Tensor:
+        """Logical positions [layers, kv_heads, n] int32 of all entries, -1 past a lane's end."""
+        slots, valid = self.slots(seq)
+        positions = self.pool.positions.view(-1)[slots]
+        return positions.masked_fill(~valid, -1)
+
+    def truncate(self, seq: int, position: int) -> None:
+        """Drop every entry of logical position `position` or later; freed pages return at once.
+
+        Entries of a lane ascend by position, so this only shortens lanes.
+        """
+        positions = self.positions(seq)
+        kept = ((positions >= 0) & (positions < position)).sum(dim=-1).numpy().astype(np.int32)
+        self.lengths[seq] = kept
+        self._shrink(seq, -(-kept // self.pool.page_size))
+
+    def rewrite(self, seq: int, keep: Tensor, fresh: bool = False) -> None:
+        """Keep a subset of each lane's entries, in order, and free every page no longer needed.
+
+        keep: [layers, kv_heads, n] bool over the entries as `slots` lists them; lanes may keep
+        different numbers. In place the kept rows move to the front of the lane's own pages; with
+        `fresh` they move to newly allocated pages (consecutive where the pool has runs), which
+        must be free in number: a shortage raises nothing and falls back to in place.
+        """
+        source, valid = self.slots(seq)
+        if keep.shape != source.shape:
+            raise ValueError(f"keep must have shape {tuple(source.shape)}, not {tuple(keep.shape)}.")
+        keep = keep & valid
+        counts = keep.sum(dim=-1).numpy().astype(np.int32)
+        held = -(-counts // self.pool.page_size)
+        old_pages = None
+        if fresh and int(held.sum()) <= self.pool.num_free:
+            old_pages = self.pages[seq][np.arange(self.max_pages) < self.num_pages[seq][..., None]]
+            self.pages[seq] = 0
+            self.num_pages[seq] = 0
+            self._grow(seq, held)
+        self._move(seq, source, keep, counts)
+        self.lengths[seq] = counts
+        if old_pages is not None:
+            self.pool.free(old_pages.astype(np.int64))
+        else:
+            self._shrink(seq, held)
+
+    def _move(self, seq: int, source: Tensor, keep: Tensor, counts: np.ndarray) -> None:
+        """Copy kept entries to the first `counts` places of each lane, one layer at a time so that
+        the rows in flight stay bounded."""
+        longest = int(counts.max())
+        entry = np.broadcast_to(np.arange(longest), (*self.lane_shape, longest))
+        target = torch.from_numpy(self._slots_of(seq, entry))
+        taken = torch.from_numpy(entry < counts[..., None])
+        pool = self.pool
+        for layer in range(self.lane_shape[0]):
+            src, dst = source[layer][keep[layer]], target[layer][taken[layer]]
+            keys, values = pool.read_rows(src)
+            positions, mass = pool.positions.view(-1)[src], pool.log_mass.view(-1)[src]
+            pool.write_rows(dst, keys, values)
+            pool.write_entries(dst, positions, mass)
+
+    # Counting
+
+    def bytes_of(self, seq: int) -> int:
+        """Bytes of the pages that the sequence holds."""
+        return int(self.num_pages[seq].sum()) * self.pool.page_bytes
+
+    def check(self) -> None:
+        """Re-derive every count; an AssertionError names the first that is wrong."""
+        place = np.arange(self.max_pages)
+        held = place < self.num_pages[..., None]
+        assert not self.num_pages[~self._open].any(), "a closed sequence holds pages"
+        assert not self.lengths[~self._open].any(), "a closed sequence has entries"
+        assert (self.lengths >= 0).all(), "a lane has a negative length"
+        assert (self.lengths <= self.num_pages * self.pool.page_size).all(), "a lane is longer than its pages"
+        assert (self.pages[held] > 0).all() and not self.pages[~held].any(), "a lane table has a hole"
+        self.pool.check(self.pages[held].astype(np.int64))

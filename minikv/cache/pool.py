@@ -1,0 +1,151 @@
+"""The page pool: one set of tensors for all layers, and the only owner of free pages."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minikv.errors import ConfigError
+
+POSITION_BYTES = 4
+LOG_MASS_BYTES = 4
+
+
+def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes one page costs: keys, values, log masses and positions."""
+    return page_size * (2 * head_dim * dtype.itemsize + LOG_MASS_BYTES + POSITION_BYTES)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory until written: numpy maps them, torch.zeros would touch them all."""
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+class PagePool:
+    """`num_pages` pages of `page_size` entries of one KV head each.
+
+    keys, values: [num_pages + 1, page_size, head_dim] in the KV dtype.
+    log_mass: [num_pages + 1, page_size] float32; positions: the same shape, int32.
+
+    Page 0 is never handed out and stays zero: tables point to it where they hold nothing, so a
+    padded gather reads finite numbers. The tensors are as large as the ceiling from the start,
+    but the system backs a page with memory only when it is first written.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, poison: bool = False):
+        shape = (num_pages + 1, page_size, head_dim)
+        try:
+            self.keys = _lazy_zeros(shape, dtype)
+            self.values = _lazy_zeros(shape, dtype)
+            self.log_mass = _lazy_zeros(shape[:2], torch.float32)
+            self.positions = _lazy_zeros(shape[:2], torch.int32)
+        except MemoryError as error:
+            total = num_pages * page_bytes(page_size, head_dim, dtype)
+            raise ConfigError(
+                f"The KV pool of {total:,} bytes could not be allocated; ask for less with kv_hot."
+            ) from error
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.poison = poison
+        self._free = np.ones(num_pages + 1, dtype=bool)
+        self._free[0] = False
+        self._used_before = np.zeros(num_pages + 1, dtype=bool)
+        self.num_free = num_pages
+        self._lowest = 1
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return page_bytes(self.page_size, self.head_dim, self.dtype)
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of the pages that have an owner."""
+        return (self.num_pages - self.num_free) * self.page_bytes
+
+    def allocate(self, count: int) -> np.ndarray:
+        """`count` page ids, ascending, the lowest free ones, so that runs of consecutive pages come
+        up where they exist. The caller checks `num_free` first and owns the pages from here on."""
+        assert count <= self.num_free, "the caller must check num_free"
+        if count == 0:
+            return np.empty(0, dtype=np.int64)
+        ids = self._lowest + np.flatnonzero(self._free[self._lowest :])[:count]
+        self._free[ids] = False
+        self.num_free -= count
+        self._lowest = int(ids[-1]) + 1
+        # Stale rows of an earlier owner could hold a NaN; a masked NaN would still poison a sum.
+        stale = ids[self._used_before[ids]]
+        if len(stale):
+            self._fill(stale, 0.0)
+        self._used_before[ids] = True
+        return ids
+
+    def free(self, ids: np.ndarray) -> None:
+        """Take pages back from their owner; nobody may read them afterwards."""
+        assert not self._free[ids].any() and (ids > 0).all(), "a page was freed twice"
+        self._free[ids] = True
+        self.num_free += len(ids)
+        if len(ids):
+            self._lowest = min(self._lowest, int(ids.min()))
+        if self.poison:
+            self._fill(ids, float("nan"))
+
+    def _fill(self, ids: np.ndarray, number: float) -> None:
+        index = torch.from_numpy(ids)
+        self.keys[index] = number
+        self.values[index] = number
+        self.log_mass[index] = number
+        self.positions[index] = 0 if number == 0 else -1
+
+    def write_rows(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Scatter rows [..., head_dim], rounded to the KV dtype, to slots [...] (page id * page_size +
+        place in the page)."""
+        flat = slots.reshape(-1)
+        for target, rows in ((self.keys, keys), (self.values, values)):
+            rows = rows.reshape(-1, self.head_dim).to(self.dtype)
+            target.view(-1, self.head_dim).index_copy_(0, flat, rows)
+
+    def write_entries(self, slots: Tensor, positions: Tensor, log_mass: Tensor | float = 0.0) -> None:
+        """Set position and log mass of the entries at slots [...]; both broadcast to it."""
+        flat = slots.reshape(-1)
+        self.positions.view(-1)[flat] = positions.to(torch.int32).expand(slots.shape).reshape(-1)
+        if isinstance(log_mass, Tensor):
+            log_mass = log_mass.expand(slots.shape).reshape(-1)
+        self.log_mass.view(-1)[flat] = log_mass
+
+    def read_rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather keys and values [..., head_dim] of slots [...] into fresh memory."""
+        shape = (*slots.shape, self.head_dim)
+        flat = slots.reshape(-1)
+        keys = self.keys.view(-1, self.head_dim).index_select(0, flat)
+        values = self.values.view(-1, self.head_dim).index_select(0, flat)
+        return keys.view(shape), values.view(shape)
+
+    def read_pages(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather whole pages: keys and values [len(ids) * page_size, head_dim]."""
+        width = self.page_size * self.head_dim
+        keys = self.keys.view(-1, width).index_select(0, ids)
+        values = self.values.view(-1, width).index_select(0, ids)
+        return keys.view(-1, self.head_dim), values.view(-1, self.head_dim)
+
+    def copy_pages(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy whole pages with everything in them."""
+        src, dst = torch.from_numpy(source), torch.from_numpy(target)
+        for tensor in (self.keys, self.values, self.log_mass, self.positions):
+            tensor[dst] = tensor[src]
+
+    def check(self, owned: np.ndarray) -> None:
+        """Fail unless the owned page ids (each once) and the free ones are exactly all pages."""
+        assert len(np.unique(owned)) == len(owned), "a page has two owners"
+        assert not len(owned) or owned.min() > 0, "page 0 has an owner"
+        assert not self._free[owned].any(), "an owned page is on the free list"
+        assert int(self._free.sum()) == self.num_free, "the free count is wrong"
+        assert len(owned) + self.num_free == self.num_pages, "pages are lost"
+        assert not self._free[: self._lowest].any(), "a free page lies below the search start"
+        assert not self.keys[0].any() and not self.values[0].any(), "page 0 was written"

@@ -1,0 +1,1 @@
+"""Attention backends behind one interface, and the batch object they read."""

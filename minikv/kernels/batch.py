@@ -1,0 +1,61 @@
+"""The batch object: everything one forward pass needs, so that no module keeps state of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from minikv.cache.pool import PagePool
+
+
+@dataclass
+class Batch:
+    """One forward pass over T rows of S sequences, rows of one sequence adjacent.
+
+    token_ids, positions: [T] int64; a position is logical and independent of the physical slot.
+    rope_lengths: [T] int64, the sequence length each row's rotary frequencies are computed for.
+    row_starts: S + 1 offsets; sequence s owns rows row_starts[s]:row_starts[s + 1].
+    logit_rows: rows whose logits are wanted.
+    slots: [layers, kv_heads, T] int64, the pool row that each new key and value is written to.
+    lane_pages: [S, layers, kv_heads, P] int64, page ids; unused places hold page 0, always zero.
+    past_lengths: [S, layers, kv_heads] int64, entries in each lane before this pass.
+    has_mass: whether a sequence holds entries whose log mass is not zero.
+    cos, sin: [T, head_dim] float32, filled in by the decoder once per pass.
+    plan: the backend's own preparation, filled in by `AttentionBackend.plan`.
+
+    Query row t of a sequence sees all entries that its lane held before the pass, and the rows
+    0..t of the pass.
+    """
+
+    pool: PagePool
+    token_ids: Tensor
+    positions: Tensor
+    rope_lengths: Tensor
+    row_starts: list[int]
+    logit_rows: Tensor
+    slots: Tensor
+    lane_pages: Tensor
+    past_lengths: Tensor
+    has_mass: list[bool]
+    cos: Tensor = field(default_factory=lambda: torch.empty(0))
+    sin: Tensor = field(default_factory=lambda: torch.empty(0))
+    plan: Any = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_starts[-1]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.row_starts) - 1
+
+    @cached_property
+    def signed_sin(self) -> Tensor:
+        """sin with its first half negated: x cos + roll(x, head_dim / 2) signed_sin rotates."""
+        half = self.sin.shape[-1] // 2
+        return torch.cat((-self.sin[:, :half], self.sin[:, half:]), dim=-1)

@@ -1,0 +1,67 @@
+"""The oracle: attention over lanes written as plainly as possible, in float64.
+
+Loops over sequences and KV heads; every other backend must agree with it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from minikv.kernels.batch import Batch
+
+
+class ReferenceBackend:
+    """Slow and exact. Usable as an engine backend, to tell a kernel's fault from a model's."""
+
+    name = "reference"
+    page_size = 32
+
+    def plan(self, batch: Batch) -> None:
+        """Nothing to prepare."""
+
+    def rotate_and_write(self, qkv: Tensor, batch: Batch, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AttentionBackend.rotate_and_write`."""
+        kv_heads = batch.slots.shape[1]
+        rotated = qkv[:, : qkv.shape[1] - kv_heads]
+        half = qkv.shape[-1] // 2
+        turned = torch.cat((-rotated[..., half:], rotated[..., :half]), dim=-1)
+        rotated = rotated * batch.cos[:, None] + turned * batch.sin[:, None]
+        q, k = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
+        v = qkv[:, -kv_heads:]
+        k, v = k.to(batch.pool.dtype), v.to(batch.pool.dtype)
+        batch.pool.write_rows(batch.slots[layer], k.transpose(0, 1), v.transpose(0, 1))
+        return q, k.to(q.dtype), v.to(q.dtype)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
+        """See `AttentionBackend.attend`."""
+        out = torch.zeros(q.shape, dtype=torch.float64)
+        lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
+        group = q.shape[1] // k.shape[1]
+        for s in range(batch.num_sequences):
+            rows = slice(batch.row_starts[s], batch.row_starts[s + 1])
+            for head in range(k.shape[1]):
+                heads = slice(head * group, (head + 1) * group)
+                keys, values, mass = _lane(batch, s, layer, head)
+                keys = torch.cat((keys, k[rows, head].double()))
+                values = torch.cat((values, v[rows, head].double()))
+                count = k[rows].shape[0]
+                mass = torch.cat((mass, torch.zeros(count, dtype=torch.float64)))
+                scores = torch.einsum("tgd,nd->tgn", q[rows, heads].double(), keys) / math.sqrt(q.shape[-1])
+                seen = torch.ones(count, len(keys), dtype=torch.bool).tril(len(keys) - count)
+                scores = (scores + mass).masked_fill(~seen[:, None], -math.inf)
+                out[rows, heads] = torch.softmax(scores, dim=-1) @ values
+                lse[rows, heads] = torch.logsumexp(scores, dim=-1)
+        return out.to(q.dtype), lse.to(q.dtype)
+
+
+def _lane(batch: Batch, sequence: int, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys [n, head_dim], values [n, head_dim] and log masses [n] of a lane before the pass."""
+    length = int(batch.past_lengths[sequence, layer, head])
+    entry = torch.arange(length)
+    page_size = batch.pool.page_size
+    slots = batch.lane_pages[sequence, layer, head, entry // page_size] * page_size + entry % page_size
+    keys, values = batch.pool.read_rows(slots)
+    return keys.double(), values.double(), batch.pool.log_mass.view(-1)[slots].double()

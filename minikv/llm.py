@@ -1,0 +1,353 @@
+"""LLM: text in, text out. A thin shell that joins a tokenizer, a model and an engine."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, overload
+
+import torch
+
+from minikv.config import CacheConfig, EngineConfig, TierConfig
+from minikv.engine import Engine
+from minikv.errors import ConfigError, MinikvError, RequestError
+from minikv.kernels.backend import choose_backend
+from minikv.models.decoder import Decoder
+from minikv.models.sources import open_model, resolve_model
+from minikv.output import OutputText
+from minikv.results import Result, StreamPiece
+from minikv.sampling import SamplingParams
+from minikv.scheduler.request import FinishEvent, Lanes
+from minikv.session import ChatSession
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One unit of work for `LLM.run`: a raw prompt or a conversation, and how to sample.
+
+    `key` is the caller's own and comes back with the result.
+    """
+
+    key: Any
+    prompt: Prompt | None = None
+    messages: Sequence[Message] | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class LLM:
+    """A loaded model with its KV pool.
+
+    model: a built-in name, a local directory, a local .gguf file, or a Hub id.
+    cache, tiers: how KV entries are stored, and the byte ceilings of the tiers.
+    device: `auto` or `cpu`. backend: `auto`, `torch` or `reference`.
+    max_context: tokens a sequence may reach; None is the model's own limit.
+    max_seqs: sequences that hold KV at once. prefill_chunk, max_batch_tokens: rows per step.
+    threads: compute threads of this process; None leaves torch's setting alone.
+    progress: show a bar on stderr while a model is fetched.
+
+    Raises ModelError or ConfigError, each one sentence, when the model cannot be used as asked.
+    Not thread-safe: one thread drives it, any number of streams and sessions may be open.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        cache: CacheConfig | None = None,
+        tiers: TierConfig | None = None,
+        device: str = "auto",
+        backend: str = "auto",
+        revision: str | None = None,
+        offline: bool = False,
+        max_context: int | None = None,
+        max_seqs: int = 16,
+        prefill_chunk: int = 512,
+        max_batch_tokens: int = 512,
+        threads: int | None = None,
+        progress: bool = False,
+    ):
+        started = time.perf_counter()
+        cache, tiers = cache or CacheConfig(), tiers or TierConfig()
+        config = EngineConfig(max_seqs, max_batch_tokens, prefill_chunk, max_context, cache=cache, tiers=tiers)
+        kernels, self.backend_reason = choose_backend(backend, device)
+        if threads is not None:
+            if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+                raise ConfigError(f"threads must be a whole number of at least 1, not {threads!r}.")
+            torch.set_num_threads(threads)
+        opened = open_model(resolve_model(model, revision=revision, offline=offline, progress=progress))
+        dtype = torch.float32 if cache.kv_dtype == "auto" else getattr(torch, cache.kv_dtype)
+        try:
+            self._engine: Engine | None = Engine(
+                Decoder(opened.config, opened.weights, kernels),
+                config,
+                kv_dtype=dtype,
+                page_size=cache.page_size or kernels.page_size,
+                eos_token_ids=opened.tokenizer.eos_token_ids,
+            )
+        finally:
+            opened.weights.close()
+        self.name = opened.name
+        self.config = opened.config
+        self.tokenizer = opened.tokenizer
+        self.fingerprint = opened.fingerprint
+        self.backend_name = kernels.name
+        self.kv_dtype = str(dtype).removeprefix("torch.")
+        self.load_seconds = time.perf_counter() - started
+        self._outputs: dict[int, OutputText] = {}
+
+    # What is there
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._engine is None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine below; ConfigError once closed."""
+        if self._engine is None:
+            raise ConfigError("This LLM is closed; make a new one.")
+        return self._engine
+
+    @property
+    def max_context(self) -> int:
+        """Tokens a sequence may reach, prompt and output together."""
+        return self.engine.max_context
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token takes over all layers, uncompressed."""
+        return self.config.kv_bytes_per_token(self.engine.store.pool.dtype)
+
+    @property
+    def pool_bytes(self) -> int:
+        """The hot tier's ceiling in bytes: all pages of the pool."""
+        pool = self.engine.store.pool
+        return pool.num_pages * pool.page_bytes
+
+    @property
+    def kv_bytes_in_use(self) -> int:
+        """Bytes of the pages that running requests and open sessions hold now."""
+        return self.engine.store.pool.bytes_in_use
+
+    # Work
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None) -> list[Result]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[int] | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Result]: ...
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Result]:
+        """Complete raw prompts (text or token ids) in one continuous batch; results keep their order.
+
+        A request that cannot be served is a Result with finish_reason `error`; the others finish.
+        """
+        listed = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[arg-type]
+        return self._run_in_order([{"prompt": prompt} for prompt in listed], params)
+
+    @overload
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **template_kwargs: Any
+    ) -> Result: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_kwargs: Any,
+    ) -> list[Result]: ...
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_kwargs: Any,
+    ) -> Result | list[Result]:
+        """Answer a conversation, or several in one batch, through the model's chat template."""
+        single = not messages or isinstance(messages[0], Mapping)
+        listed = [messages] if single else messages
+        work = [{"messages": m, "template_kwargs": template_kwargs} for m in listed]
+        results = self._run_in_order(work, params)
+        return results[0] if single else results
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamPiece, None, None]:
+        """Complete one raw prompt piece by piece; closing the iterator aborts the request.
+
+        While the prompt is computed, pieces with no text come between steps. The last piece has
+        the Result. A request that cannot be served raises RequestError.
+        """
+        return self.stream_ids(self.encode_prompt(prompt), params)
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **template_kwargs: Any
+    ) -> Generator[StreamPiece, None, None]:
+        """`stream` for a conversation, through the model's chat template."""
+        return self.stream_ids(self.encode_chat(messages, **template_kwargs), params)
+
+    def run(
+        self, jobs: Iterable[Job], on_progress: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[Job, Result]]:
+        """Serve jobs from an iterable, read only as fast as they are served; results come as they
+        finish. `on_progress` gets the number of tokens produced by each step. Closing the iterator
+        aborts what is unfinished."""
+        waiting = iter(jobs)
+        open_jobs: dict[int, tuple[Job, list[int]]] = {}
+        more = True
+        try:
+            while more or open_jobs:
+                while more and len(open_jobs) < 2 * self.engine.config.max_seqs:
+                    job = next(waiting, None)
+                    if job is None:
+                        more = False
+                        break
+                    try:
+                        ids = self._submit(self._encode_job(job), job.params)
+                        open_jobs[ids[0]] = (job, ids)
+                    except MinikvError as error:
+                        yield job, Result("", (), "error", message=str(error))
+                produced = self._pump()
+                if on_progress is not None:
+                    on_progress(produced)
+                for first, (job, ids) in list(open_jobs.items()):
+                    if all(self._outputs[i].result is not None for i in ids):
+                        del open_jobs[first]
+                        yield job, self._collect(ids)
+        finally:
+            for _, ids in open_jobs.values():
+                self._drop(ids)
+
+    def chat_session(self, system: str | None = None, **template_kwargs: Any) -> ChatSession:
+        """A conversation that keeps its KV lanes between turns and computes only what is new."""
+        return ChatSession(self, system, template_kwargs)
+
+    def close(self) -> None:
+        """Free weights and pool. Open streams end; further calls raise ConfigError."""
+        self._engine = None
+        self._outputs.clear()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # For sessions and streams
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Ids of a raw prompt; a list of ids is taken as it is."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        ids = list(prompt)
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise RequestError("A prompt must be text or a list of token ids.")
+        return ids
+
+    def encode_chat(self, messages: Sequence[Message], **template_kwargs: Any) -> list[int]:
+        """Ids of a conversation rendered for the assistant's next turn."""
+        return self.tokenizer.encode_rendered(self.tokenizer.render_chat(messages, **template_kwargs))
+
+    def stream_ids(
+        self, token_ids: Sequence[int], params: SamplingParams | None = None, lanes: Lanes | None = None
+    ) -> Generator[StreamPiece, None, None]:
+        """`stream` over token ids, on a conversation's lanes if given."""
+        params = params or SamplingParams()
+        if params.n > 1:
+            raise ConfigError("A stream gives one completion; use generate or run for n > 1.")
+        return self._stream(token_ids, params, lanes)
+
+    def _stream(
+        self, token_ids: Sequence[int], params: SamplingParams, lanes: Lanes | None
+    ) -> Generator[StreamPiece, None, None]:
+        ids = self._submit(token_ids, params, lanes)
+        output = self._outputs[ids[0]]
+        try:
+            while True:
+                self._pump()
+                if not output.pieces:
+                    yield StreamPiece("")
+                while output.pieces:
+                    piece = output.pieces.popleft()
+                    if piece.result is not None and piece.result.finish_reason == "error":
+                        raise RequestError(piece.result.message or "The request failed.")
+                    yield piece
+                if output.result is not None:
+                    return
+        finally:
+            self._drop(ids)
+
+    def _submit(
+        self, token_ids: Sequence[int], params: SamplingParams, lanes: Lanes | None = None
+    ) -> list[int]:
+        ids = self.engine.add(token_ids, params, lanes)
+        for request_id in ids:
+            self._outputs[request_id] = OutputText(self.tokenizer, token_ids, params, self.load_seconds)
+        return ids
+
+    def _pump(self) -> int:
+        """One engine step, its events handed to the outputs they belong to; the tokens produced."""
+        produced = 0
+        for event in self.engine.step():
+            output = self._outputs.get(event.request_id)
+            if isinstance(event, FinishEvent):
+                if output is not None:
+                    output.finish(event)
+            elif output is not None:
+                produced += 1
+                output.add(event)
+                if output.hit_stop:
+                    self.engine.abort(event.request_id, "stop")
+        return produced
+
+    def _drop(self, ids: Sequence[int]) -> None:
+        for request_id in ids:
+            if self._engine is not None:
+                self._engine.abort(request_id)
+            self._outputs.pop(request_id, None)
+
+    def _collect(self, ids: Sequence[int]) -> Result:
+        results = []
+        for request_id in ids:
+            result = self._outputs.pop(request_id).result
+            assert result is not None
+            results.append(result)
+        return replace(results[0], choices=tuple(results))
+
+    def _encode_job(self, job: Job) -> list[int]:
+        if (job.prompt is None) == (job.messages is None):
+            raise RequestError("A job needs either a prompt or messages.")
+        if job.messages is not None:
+            return self.encode_chat(job.messages, **job.template_kwargs)
+        assert job.prompt is not None
+        return self.encode_prompt(job.prompt)
+
+    def _run_in_order(
+        self, work: list[dict[str, Any]], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Result]:
+        if params is None or isinstance(params, SamplingParams):
+            listed = [params or SamplingParams()] * len(work)
+        else:
+            listed = list(params)
+        if len(listed) != len(work):
+            raise ConfigError(f"{len(work)} prompts need as many sampling parameters, not {len(listed)}.")
+        jobs = deque(Job(i, params=p, **w) for i, (p, w) in enumerate(zip(listed, work, strict=True)))
+        results = {job.key: result for job, result in self.run(jobs)}
+        return [results[i] for i in range(len(work))]
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))

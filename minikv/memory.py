@@ -1,0 +1,53 @@
+"""How much memory this process may still use, and how many KV pages that buys."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from minikv.config import EngineConfig, format_size
+from minikv.errors import ConfigError
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes() -> int:
+    """Free memory as the system and an enclosing control group see it."""
+    limits = [_system_bytes()]
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            limits.append(int(limit) - int((_CGROUP / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # no control group, or one of an older kind
+    return max(0, min(limits))
+
+
+def _system_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (ValueError, OSError, AttributeError):
+        return 2 << 30
+
+
+def pool_pages(config: EngineConfig, max_context: int, num_lanes: int, page_size: int, page_bytes: int) -> int:
+    """Pages of the hot tier: as many as `tiers.hot` holds, or what `max_seqs` full contexts need but
+    at most half of the free memory. Raises ConfigError when not even one page per lane fits."""
+    limit = config.tiers.hot_bytes
+    if limit is None:
+        wanted = config.max_seqs * -(-max_context // page_size) * num_lanes
+        pages = min(wanted, available_bytes() // 2 // page_bytes - 1)
+        source = "half of the free memory"
+    else:
+        pages = limit // page_bytes - 1  # one page stays zero for padded reads
+        source = f"kv_hot = {format_size(limit)}"
+    if pages < num_lanes:
+        least = format_size((num_lanes + 1) * page_bytes)
+        raise ConfigError(f"{source} is too little for this model's KV cache, which needs at least {least}.")
+    return pages

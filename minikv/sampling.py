@@ -1,0 +1,320 @@
+"""From one row of logits to one token.
+
+Every request has its own `Sampler` with its own random generator, so that a result depends on the
+request alone and never on its batch mates. The order of operations is: logit bias, penalties,
+temperature, top-k, top-p, min-p, draw. Log-probabilities are those of the raw logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minikv.errors import ConfigError, RequestError
+from minikv.results import TokenLogprob
+
+LOGPROB_FLOOR = -9999.0
+"""Stands for minus infinity, which JSON cannot hold."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Impossible values raise ConfigError.
+
+    temperature: 0 (or under a millionth) is greedy; ties go to the lowest token id.
+    top_k: keep the k likeliest tokens; 0 keeps all.
+    top_p: keep the fewest likeliest tokens whose probabilities reach top_p; 1 keeps all.
+    min_p: drop tokens less likely than min_p times the likeliest one; 0 drops none.
+    repetition_penalty: above 1 makes tokens of prompt and output less likely; 1 is off.
+    presence_penalty, frequency_penalty: subtracted from the logit of a token that is in the output,
+        once and per occurrence; 0 is off.
+    logit_bias: added to the logits of these token ids.
+    seed: makes draws reproducible; None takes one from the operating system.
+    logprobs: None for none, 0 for the chosen token's, n for those of the n likeliest as well.
+    n: completions per prompt; completion i draws with seed + i.
+    max_tokens: most tokens to produce; None goes on to the end of the context.
+    stop: strings that end the text, which is cut before them; kept as a tuple.
+    stop_token_ids: ids that end the text, besides the model's own; kept as a tuple.
+    ignore_eos: do not end at the model's own end-of-turn tokens.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None
+    n: int = 1
+    max_tokens: int | None = 256
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, 0.0, 100.0)
+        _check_whole("top_k", self.top_k, 0, hint=" (0 turns it off)")
+        _check_number("top_p", self.top_p, 0.0, 1.0, above_low=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_whole("n", self.n, 1)
+        for name, low in (("seed", 0), ("logprobs", 0), ("max_tokens", 1)):
+            if getattr(self, name) is not None:
+                _check_whole(name, getattr(self, name), low, hint=" or None")
+        if self.seed is not None and self.seed >= 2**63:
+            raise ConfigError(f"seed must be below 2**63, not {self.seed}.")
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos must be true or false, not {self.ignore_eos!r}.")
+        # Copies, so that the caller's lists cannot change a frozen object.
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        object.__setattr__(self, "stop", _checked_stops(self.stop))
+        object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, always as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken, so that no randomness is involved."""
+        return self.temperature < 1e-6
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A chosen token, with its log-probability if the request asked for it."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+class Sampler:
+    """Chooses the tokens of one completion and remembers what its penalties need.
+
+    `prompt_ids` count for the repetition penalty only. `index` is the completion's number among
+    the `n` of its request. Raises ConfigError if `logit_bias` names an id outside the vocabulary.
+    """
+
+    def __init__(
+        self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int, index: int = 0
+    ) -> None:
+        for token_id in params.logit_bias:
+            if token_id >= vocab_size:
+                raise ConfigError(
+                    f"logit_bias names the token id {token_id}, but the vocabulary ends at {vocab_size - 1}."
+                )
+        self.params = params
+        self._generator: torch.Generator | None = None
+        if not params.is_greedy:
+            self._generator = _make_generator(params.seed, index)
+        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
+        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        self._seen: Tensor | None = None  # [vocab] bool: in prompt or output
+        if params.repetition_penalty != 1:
+            seen = torch.tensor(prompt_ids, dtype=torch.int64)
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, seen, True)
+        self._counts: Tensor | None = None  # [vocab] float32: occurrences in the output
+        if params.presence_penalty or params.frequency_penalty:
+            self._counts = torch.zeros(vocab_size, dtype=torch.float32)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether sampling is nothing but the argmax of the raw logits."""
+        changes = self._seen is not None or self._counts is not None or len(self._bias_ids) > 0
+        return self.params.is_greedy and self.params.logprobs is None and not changes
+
+    def observe(self, token_id: int) -> None:
+        """Count a token that joined the output without being sampled here."""
+        if self._seen is not None:
+            self._seen[token_id] = True
+        if self._counts is not None:
+            self._counts[token_id] += 1
+
+    def sample(self, logits: Tensor) -> Sample:
+        """Choose a token from `logits` [vocab] float32, left unchanged, and observe it.
+
+        Raises RequestError if the model produced no usable number; the sampler is then unchanged.
+        """
+        _check_peak(logits.max())
+        if self.is_plain:
+            return Sample(int(logits.argmax()))
+        # The generator and the counts live on the CPU: one seed, one result on every device.
+        raw = logits.detach().to("cpu", torch.float32)
+        adjusted = self._adjust(raw)
+        token_id = int(adjusted.argmax()) if self.params.is_greedy else self._draw(adjusted)
+        self.observe(token_id)
+        count = self.params.logprobs
+        return Sample(token_id, None if count is None else token_logprob(raw, token_id, count))
+
+    def _adjust(self, logits: Tensor) -> Tensor:
+        """Apply bias and penalties; the result may be `logits` itself."""
+        if len(self._bias_ids):
+            logits = logits.index_add(0, self._bias_ids, self._bias)
+        if self._seen is not None:
+            penalty = self.params.repetition_penalty
+            penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(self._seen, penalised, logits)
+        if self._counts is not None:
+            logits = logits - self.params.frequency_penalty * self._counts
+            logits -= self.params.presence_penalty * (self._counts > 0)
+        return logits
+
+    def _draw(self, logits: Tensor) -> int:
+        params = self.params
+        # Peak first: dividing by a tiny temperature must not overflow.
+        scaled = (logits - logits.max()) / params.temperature
+        ids: Tensor | None = None  # None: all of the vocabulary, in order
+        if 0 < params.top_k < len(scaled):
+            ids = top_ids(scaled, params.top_k).sort().values
+            scaled = scaled[ids]
+        probs = torch.softmax(scaled, dim=0)
+        if params.top_p < 1:
+            kept = nucleus(probs, params.top_p)
+            ids, probs = kept if ids is None else ids[kept], probs[kept]
+        if params.min_p > 0:
+            probs = torch.where(probs >= params.min_p * probs.max(), probs, 0.0)
+        # One uniform number per token, whatever was kept: the stream of draws stays aligned.
+        cumulative = torch.cumsum(probs, dim=0, dtype=torch.float64)
+        uniform = torch.rand(1, generator=self._generator, dtype=torch.float64)
+        place = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
+        return place if ids is None else int(ids[place])
+
+
+def sample_batch(logits: Tensor, samplers: Sequence[Sampler]) -> list[Sample | RequestError]:
+    """Sample every row of `logits` [rows, vocab], as `Sampler.sample` would row by row.
+
+    A row without usable numbers gets its error in place of a sample, so that its batch mates,
+    whose generators have moved on, are not lost with it.
+    """
+    assert len(logits) == len(samplers)
+    plain_ids: list[int] = []
+    if any(sampler.is_plain for sampler in samplers):
+        best = logits.argmax(dim=-1)
+        peaks = logits.gather(1, best[:, None])[:, 0]
+        # One transfer for the whole batch; -1 marks rows that `sample` has to refuse.
+        plain_ids = torch.where(peaks.isfinite(), best, -1).tolist()
+    out: list[Sample | RequestError] = []
+    for row, sampler in enumerate(samplers):
+        if sampler.is_plain and plain_ids[row] >= 0:
+            out.append(Sample(plain_ids[row]))
+            continue
+        try:
+            out.append(sampler.sample(logits[row]))
+        except RequestError as error:
+            out.append(error)
+    return out
+
+
+def token_logprob(logits: Tensor, token_id: int, count: int) -> TokenLogprob:
+    """Log-probability of `token_id` under `logits` [vocab], with the `count` likeliest tokens."""
+    total = torch.logsumexp(logits, dim=0)
+    ids = top_ids(logits, min(count, len(logits)))
+    chosen = torch.cat([torch.tensor([token_id]), ids])
+    values = (logits[chosen] - total).clamp(min=LOGPROB_FLOOR).tolist()
+    return TokenLogprob(token_id, values[0], tuple(zip(ids.tolist(), values[1:], strict=True)))
+
+
+def top_ids(values: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest of `values` [n], largest first; of equals the lower index."""
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64)
+    ids = _at_least(values, float(torch.topk(values, count).values[-1]), count)
+    return ids[torch.sort(values[ids], descending=True, stable=True).indices]
+
+
+def nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Indices, ascending, of the fewest largest of `probs` [n] that sum to at least `top_p`.
+
+    Of equal ones at the border the lower indices are kept; at least one always is.
+    """
+    weights = probs.numpy()
+    # The bits of a float that is not negative are in its own order, so their upper part puts the
+    # weights into ordered bins; only the bin in which the sum reaches top_p needs sorting.
+    bins = weights.view(np.int32) >> 18
+    from_top = np.cumsum(np.bincount(bins, weights=weights)[::-1])
+    place = int(np.searchsorted(from_top, top_p))
+    if place == len(from_top):  # rounding: all of them sum to a little less than top_p
+        return torch.arange(len(probs))
+    border = len(from_top) - 1 - place
+    ordered = np.sort(weights[bins == border])[::-1]
+    within = np.cumsum(ordered, dtype=np.float64) + (from_top[place - 1] if place else 0.0)
+    count = min(int(np.searchsorted(within, top_p)) + 1, len(ordered))
+    above = int(np.count_nonzero(bins > border))
+    return _at_least(probs, float(ordered[count - 1]), above + count)
+
+
+def _at_least(values: Tensor, least: float, count: int) -> Tensor:
+    """Indices, ascending, of the `count` values above or at `least`; lower ones first of those at it."""
+    array = values.numpy()
+    keep = array > least
+    tied = np.flatnonzero(array == least)
+    keep[tied[: count - np.count_nonzero(keep)]] = True
+    return torch.from_numpy(np.flatnonzero(keep))
+
+
+def _make_generator(seed: int | None, index: int) -> torch.Generator:
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed + index)
+    return generator
+
+
+def _check_peak(peak: Tensor) -> None:
+    # The maximum is NaN if any logit is, and minus infinity only if all are.
+    if not math.isfinite(float(peak)):
+        raise RequestError(
+            "The model produced logits that are not finite numbers, so no token can be chosen; its weights "
+            "or the KV dtype may be at fault."
+        )
+
+
+def _check_number(name: str, value: Any, low: float, high: float, above_low: bool = False) -> None:
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not valid or (above_low and value == low):
+        lower = "above" if above_low else "of at least"
+        raise ConfigError(f"{name} must be a number {lower} {low:g} and at most {high:g}, not {value!r}.")
+
+
+def _check_whole(name: str, value: Any, low: int, hint: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} must be a whole number of at least {low}{hint}, not {value!r}.")
+
+
+def _checked_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise ConfigError(f"logit_bias must map token ids to numbers, not be {bias!r}.")
+    for token_id, value in bias.items():
+        _check_whole("A token id in logit_bias", token_id, 0)
+        _check_number(f"logit_bias[{token_id}]", value, -1e9, 1e9)
+    return dict(bias)
+
+
+def _checked_stops(stops: Any) -> tuple[str, ...]:
+    listed = (stops,) if isinstance(stops, str) else stops
+    if not isinstance(listed, Sequence) or not all(isinstance(stop, str) for stop in listed):
+        raise ConfigError(f"stop must be a string or a list of strings, not {stops!r}.")
+    if not all(listed):
+        raise ConfigError("stop must not hold an empty string, which every text contains.")
+    return tuple(listed)
+
+
+def _checked_ids(name: str, ids: Any) -> tuple[int, ...]:
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise ConfigError(f"{name} must be a list of token ids, not {ids!r}.")
+    for token_id in ids:
+        _check_whole(f"A token id in {name}", token_id, 0)
+    return tuple(ids)

@@ -1,0 +1,104 @@
+"""A request and the lanes it may leave behind: token ids and counters, no text and no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from minikv.results import FinishReason, TokenLogprob
+from minikv.sampling import Sampler, SamplingParams
+
+
+class State(Enum):
+    """Where a request stands; FINISHED is final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass
+class Lanes:
+    """Lanes that outlive a request, so that the next turn of a conversation can go on from them.
+
+    `seq` is the open sequence, or None when it was never filled or has been reclaimed for others:
+    the tokens are then computed again. `token_ids` are those whose keys and values it holds.
+    """
+
+    seq: int | None = None
+    token_ids: list[int] = field(default_factory=list)
+    busy: bool = False
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence to generate.
+
+    Two counters say everything: `tokens` (prompt and output) and `num_computed`, how many of them
+    have keys and values in the lanes. The last sampled token has none until the next step.
+    """
+
+    id: int
+    tokens: list[int]
+    params: SamplingParams
+    sampler: Sampler
+    stop_ids: frozenset[int]
+    lanes: Lanes | None = None
+    leader: Request | None = None
+    num_prompt: int = 0
+    num_computed: int = 0
+    num_reused: int = 0
+    seq: int | None = None
+    state: State = State.WAITING
+    started: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+    kv_bytes: int = 0
+    full_kv_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose keys and values are still to be computed; 1 while decoding."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def waits_for_leader(self) -> bool:
+        """A sibling (n > 1) whose shared prompt another request is about to compute."""
+        return self.leader is not None and self.leader.state is not State.FINISHED and not self.leader.num_output
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A request produced a token. `is_stop` marks an end-of-sequence or stop token."""
+
+    request_id: int
+    token_id: int
+    is_stop: bool = False
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True)
+class FinishEvent:
+    """The one terminal event of a request."""
+
+    request: Request
+    reason: FinishReason
+    message: str | None = None
+
+    @property
+    def request_id(self) -> int:
+        return self.request.id
+
+
+Event = TokenEvent | FinishEvent

@@ -1,0 +1,169 @@
+"""ChatSession: a conversation whose KV lanes stay between turns."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minikv.errors import ConfigError
+from minikv.results import Result, StreamPiece
+from minikv.sampling import SamplingParams
+from minikv.scheduler.request import Lanes
+
+if TYPE_CHECKING:
+    from minikv.llm import LLM
+
+
+class ChatSession:
+    """Made by `LLM.chat_session`. One turn at a time; several sessions may share an LLM.
+
+    The transcript exists twice: as messages, which the chat template renders, and as the token ids
+    behind the lanes. A turn renders the messages, and where the rendered text goes on from the text
+    that the tokens stand for, only the rest is tokenised: the ids the model produced are kept as
+    they are, so everything before the new turn is reused.
+    """
+
+    def __init__(self, llm: LLM, system: str | None, template_kwargs: Mapping[str, Any]):
+        self._llm = llm
+        self._template_kwargs = dict(template_kwargs)
+        self._messages: list[dict[str, Any]] = []
+        self._lanes = Lanes()
+        self._ids: list[int] = []
+        self._rendered = ""
+        self.set_system(system)
+
+    # The conversation
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """A copy of the conversation so far: role and content of each message."""
+        return [dict(message) for message in self._messages]
+
+    def set_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the conversation; what it shares with the old one stays computed.
+
+        Raises TemplateError, changing nothing, if the chat template refuses it.
+        """
+        if messages:
+            self._llm.tokenizer.render_chat(messages, **self._template_kwargs)
+        self._messages = [dict(message) for message in messages]
+
+    def set_system(self, text: str | None) -> None:
+        """Set, replace or (None) remove the system message."""
+        rest = self._messages[1:] if self._has_system else self._messages
+        self._messages = ([] if text is None else [{"role": "system", "content": text}]) + rest
+
+    def clear(self) -> None:
+        """Forget the conversation, except the system message, and free the lanes."""
+        self._messages = self._messages[:1] if self._has_system else []
+        self._forget()
+
+    def close(self) -> None:
+        """Free the lanes. The messages can still be read."""
+        self._forget()
+
+    # Turns
+
+    def send(self, text: str, params: SamplingParams | None = None) -> Result:
+        """Say something and wait for the whole reply. Raises RequestError or TemplateError if the
+        turn cannot be served; the conversation is then as before."""
+        return _last(self.stream(text, params))
+
+    def stream(self, text: str, params: SamplingParams | None = None) -> Generator[StreamPiece, None, None]:
+        """Say something and read the reply piece by piece; the last piece has the Result.
+
+        Closing the iterator ends the turn; what has been said of the reply stays in the messages.
+        """
+        return self._turn([*self._messages, {"role": "user", "content": text}], params)
+
+    def regenerate(self, params: SamplingParams | None = None) -> Generator[StreamPiece, None, None]:
+        """Answer the last user message again, in place of the last reply."""
+        messages = list(self._messages)
+        if messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages or messages[-1]["role"] != "user":
+            raise ConfigError("There is no user message to answer again; say something first.")
+        return self._turn(messages, params)
+
+    # What it costs
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose keys and values the lanes hold now."""
+        return len(self._lanes.token_ids)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the pages that the lanes hold now."""
+        return 0 if self._lanes.seq is None else self._llm.engine.store.bytes_of(self._lanes.seq)
+
+    @property
+    def kv_entries(self) -> Tensor:
+        """Entries of each lane: [layers, kv_heads] int32."""
+        store = self._llm.engine.store
+        if self._lanes.seq is None:
+            return torch.zeros(store.lane_shape, dtype=torch.int32)
+        return torch.from_numpy(store.lengths[self._lanes.seq].copy())
+
+    # Inside
+
+    @property
+    def _has_system(self) -> bool:
+        return bool(self._messages) and self._messages[0]["role"] == "system"
+
+    def _turn(self, messages: list[dict[str, Any]], params: SamplingParams | None) -> Generator[StreamPiece, None, None]:
+        if self._lanes.busy:
+            raise ConfigError("This session is in the middle of a turn; finish or close its stream first.")
+        before = self._messages
+        ids, rendered = self._encode(messages)
+        pieces = self._llm.stream_ids(ids, params, self._lanes)
+        self._messages = messages
+        said: list[str] = []
+        produced: list[int] = []
+        answered = False
+        try:
+            for piece in pieces:
+                said.append(piece.text)
+                produced += piece.token_ids
+                yield piece
+            answered = True
+        except GeneratorExit:
+            # Stopped by the reader: what was said stands, unless nothing was.
+            answered = any(said)
+            raise
+        finally:
+            pieces.close()
+            if answered:
+                self._keep("".join(said), ids, rendered, produced)
+            else:
+                self._messages = before
+
+    def _keep(self, said: str, ids: list[int], rendered: str, produced: list[int]) -> None:
+        self._messages = [*self._messages, {"role": "assistant", "content": said}]
+        tokenizer = self._llm.tokenizer
+        self._ids = ids + produced
+        self._rendered = rendered + tokenizer.decode(produced, skip_special=False)
+
+    def _encode(self, messages: list[dict[str, Any]]) -> tuple[list[int], str]:
+        """Ids of the conversation, keeping those already known, and the text they stand for."""
+        tokenizer = self._llm.tokenizer
+        rendered = tokenizer.render_chat(messages, **self._template_kwargs)
+        if self._ids and rendered.startswith(self._rendered):
+            return self._ids + tokenizer.encode_rendered(rendered[len(self._rendered) :]), rendered
+        return tokenizer.encode_rendered(rendered), rendered
+
+    def _forget(self) -> None:
+        if not self._llm.is_closed:
+            self._llm.engine.release(self._lanes)
+        self._ids, self._rendered = [], ""
+
+
+def _last(pieces: Iterator[StreamPiece]) -> Result:
+    result = None
+    for piece in pieces:
+        result = piece.result
+    assert result is not None
+    return result
