@@ -94,19 +94,26 @@ def test_real_model_gives_the_same_ids_alone_batched_chunked_and_preempted(smoll
     from minikv.config import EngineConfig
     from minikv.engine import Engine
 
-    texts = ["The lighthouse keeper", "1, 2, 3,", "Water boils when", "def add(a, b):", "Once upon a time " * 30]
-    prompts = [smollm.tokenizer.encode(t) for t in texts]
+    text = (
+        "The keeper climbed the stairs at dusk, counted the barrels of oil, and wrote the number in the log. "
+        "A ship of three masts passed to the north. At midnight the wind turned, and by four the rain had come. "
+        "She trimmed the wick, wound the clock, and waited for the boat that brought letters and flour."
+    )
+    ids = smollm.tokenizer.encode(text)
+    prompts = [ids[start : start + n] for start, n in ((0, 30), (7, 31), (20, 30), (3, 5), (0, len(ids)))]
     model = smollm.engine.model
 
-    def outputs(**options):
-        return run_all(Engine(model, EngineConfig(**options)), prompts, greedy(12))
+    def outputs(prompts=prompts, **options):
+        engine = Engine(model, EngineConfig(**options))
+        return run_all(engine, prompts, greedy(12)), engine
 
-    one_by_one = [run_all(Engine(model, EngineConfig()), [p], greedy(12))[0] for p in prompts]
-    assert outputs() == one_by_one
-    assert outputs(prefill_chunk=7, max_batch_tokens=32) == one_by_one
-    tight = Engine(model, EngineConfig(tiers=TierConfig(hot=90 * 10 * 32 * (2 * 64 * 4 + 8))))
-    assert run_all(tight, prompts, greedy(12)) == one_by_one
-    assert tight.scheduler.num_preemptions > 0
+    one_by_one = [outputs([p])[0][0] for p in prompts]
+    assert outputs()[0] == one_by_one
+    assert outputs(prefill_chunk=7, max_batch_tokens=32)[0] == one_by_one
+    page = 32 * (2 * 64 * 4 + 8)
+    tight, engine = outputs(tiers=TierConfig(hot=(90 * 3 + 1) * page))
+    assert tight == one_by_one
+    assert engine.scheduler.num_preemptions > 0
 
 
 def test_sampled_output_does_not_depend_on_batch_mates(decoder):
