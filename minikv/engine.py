@@ -239,9 +239,10 @@ class Engine:
         pool = self.store.pool
         needed = self.store.pages_for(count)
         if needed > pool.num_pages:
+            need, have = format_size(needed * pool.page_bytes), format_size(pool.num_pages * pool.page_bytes)
             return (
-                f"The prompt's {count} tokens need {format_size(needed * pool.page_bytes)} of KV cache and the "
-                f"pool has {format_size(pool.num_pages * pool.page_bytes)}; raise kv_hot or shorten the prompt."
+                f"The prompt's {count} tokens need {need} of KV cache and the pool has {have}; "
+                "raise kv_hot or shorten the prompt."
             )
         return None
 
@@ -258,4 +259,5 @@ def resolve_context(asked: int | None, model_limit: int) -> int:
 def _describe(error: Exception) -> str:
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
         return "The machine ran out of memory in a step; lower kv_hot, max_seqs or prefill_chunk."
-    return f"The step failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    detail = (str(error).splitlines() or ["no message"])[0]
+    return f"The step failed: {type(error).__name__}: {detail}"

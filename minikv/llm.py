@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, overload
@@ -21,7 +21,7 @@ from minikv.output import OutputText
 from minikv.results import Result, StreamPiece
 from minikv.sampling import SamplingParams
 from minikv.scheduler.request import FinishEvent, Lanes
-from minikv.session import ChatSession
+from minikv.session import ChatSession, Pieces
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -75,7 +75,9 @@ class LLM:
     ):
         started = time.perf_counter()
         cache, tiers = cache or CacheConfig(), tiers or TierConfig()
-        config = EngineConfig(max_seqs, max_batch_tokens, prefill_chunk, max_context, cache=cache, tiers=tiers)
+        config = EngineConfig(
+            max_seqs, max_batch_tokens, prefill_chunk, max_context, cache=cache, tiers=tiers
+        )
         kernels, self.backend_reason = choose_backend(backend, device)
         if threads is not None:
             if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
@@ -183,17 +185,17 @@ class LLM:
         results = self._run_in_order(work, params)
         return results[0] if single else results
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamPiece, None, None]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Pieces:
         """Complete one raw prompt piece by piece; closing the iterator aborts the request.
 
         While the prompt is computed, pieces with no text come between steps. The last piece has
         the Result. A request that cannot be served raises RequestError.
         """
-        return self.stream_ids(self.encode_prompt(prompt), params)
+        return self.stream_ids(self.encode_prompt(prompt), params, continues=True)
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template_kwargs: Any
-    ) -> Generator[StreamPiece, None, None]:
+    ) -> Pieces:
         """`stream` for a conversation, through the model's chat template."""
         return self.stream_ids(self.encode_chat(messages, **template_kwargs), params)
 
@@ -214,7 +216,7 @@ class LLM:
                         more = False
                         break
                     try:
-                        ids = self._submit(self._encode_job(job), job.params)
+                        ids = self._submit(self._encode_job(job), job.params, None, job.messages is None)
                         open_jobs[ids[0]] = (job, ids)
                     except MinikvError as error:
                         yield job, Result("", (), "error", message=str(error))
@@ -262,18 +264,26 @@ class LLM:
         return self.tokenizer.encode_rendered(self.tokenizer.render_chat(messages, **template_kwargs))
 
     def stream_ids(
-        self, token_ids: Sequence[int], params: SamplingParams | None = None, lanes: Lanes | None = None
-    ) -> Generator[StreamPiece, None, None]:
-        """`stream` over token ids, on a conversation's lanes if given."""
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        lanes: Lanes | None = None,
+        continues: bool = False,
+    ) -> Pieces:
+        """`stream` over token ids, on a conversation's lanes if given.
+
+        `continues`: the output goes on in the middle of the prompt's text, so that its first space
+        counts; a reply is a text of its own.
+        """
         params = params or SamplingParams()
         if params.n > 1:
             raise ConfigError("A stream gives one completion; use generate or run for n > 1.")
-        return self._stream(token_ids, params, lanes)
+        return self._stream(token_ids, params, lanes, continues)
 
     def _stream(
-        self, token_ids: Sequence[int], params: SamplingParams, lanes: Lanes | None
-    ) -> Generator[StreamPiece, None, None]:
-        ids = self._submit(token_ids, params, lanes)
+        self, token_ids: Sequence[int], params: SamplingParams, lanes: Lanes | None, continues: bool
+    ) -> Pieces:
+        ids = self._submit(token_ids, params, lanes, continues)
         output = self._outputs[ids[0]]
         try:
             while True:
@@ -291,11 +301,12 @@ class LLM:
             self._drop(ids)
 
     def _submit(
-        self, token_ids: Sequence[int], params: SamplingParams, lanes: Lanes | None = None
+        self, token_ids: Sequence[int], params: SamplingParams, lanes: Lanes | None, continues: bool
     ) -> list[int]:
         ids = self.engine.add(token_ids, params, lanes)
+        before = token_ids if continues else ()
         for request_id in ids:
-            self._outputs[request_id] = OutputText(self.tokenizer, token_ids, params, self.load_seconds)
+            self._outputs[request_id] = OutputText(self.tokenizer, before, params, self.load_seconds)
         return ids
 
     def _pump(self) -> int:

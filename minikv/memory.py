@@ -36,7 +36,9 @@ def _system_bytes() -> int:
         return 2 << 30
 
 
-def pool_pages(config: EngineConfig, max_context: int, num_lanes: int, page_size: int, page_bytes: int) -> int:
+def pool_pages(
+    config: EngineConfig, max_context: int, num_lanes: int, page_size: int, page_bytes: int
+) -> int:
     """Pages of the hot tier: as many as `tiers.hot` holds, or what `max_seqs` full contexts need but
     at most half of the free memory. Raises ConfigError when not even one page per lane fits."""
     limit = config.tiers.hot_bytes

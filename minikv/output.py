@@ -16,15 +16,16 @@ from minikv.text.tokenizer import Tokenizer
 class OutputText:
     """Collects one request's output. Pieces wait in `pieces` until a stream takes them.
 
+    `before` are the ids of a text that the output goes on with, none for a text of its own.
     `hit_stop` tells the caller, who owns the engine, that a stop string was completed and the
     request must end; tokens that come after it are not shown.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams, load_s: float):
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], params: SamplingParams, load_s: float):
         self.pieces: deque[StreamPiece] = deque()
         self.result: Result | None = None
         self.hit_stop = False
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, before)
         self._stops = StopMatcher(params.stop_strings)
         self._text: list[str] = []
         self._token_ids: list[int] = []

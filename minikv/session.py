@@ -16,6 +16,8 @@ from minikv.scheduler.request import Lanes
 if TYPE_CHECKING:
     from minikv.llm import LLM
 
+Pieces = Generator[StreamPiece, None, None]
+
 
 class ChatSession:
     """Made by `LLM.chat_session`. One turn at a time; several sessions may share an LLM.
@@ -72,14 +74,14 @@ class ChatSession:
         turn cannot be served; the conversation is then as before."""
         return _last(self.stream(text, params))
 
-    def stream(self, text: str, params: SamplingParams | None = None) -> Generator[StreamPiece, None, None]:
+    def stream(self, text: str, params: SamplingParams | None = None) -> Pieces:
         """Say something and read the reply piece by piece; the last piece has the Result.
 
         Closing the iterator ends the turn; what has been said of the reply stays in the messages.
         """
         return self._turn([*self._messages, {"role": "user", "content": text}], params)
 
-    def regenerate(self, params: SamplingParams | None = None) -> Generator[StreamPiece, None, None]:
+    def regenerate(self, params: SamplingParams | None = None) -> Pieces:
         """Answer the last user message again, in place of the last reply."""
         messages = list(self._messages)
         if messages and messages[-1]["role"] == "assistant":
@@ -114,7 +116,7 @@ class ChatSession:
     def _has_system(self) -> bool:
         return bool(self._messages) and self._messages[0]["role"] == "system"
 
-    def _turn(self, messages: list[dict[str, Any]], params: SamplingParams | None) -> Generator[StreamPiece, None, None]:
+    def _turn(self, messages: list[dict[str, Any]], params: SamplingParams | None) -> Pieces:
         if self._lanes.busy:
             raise ConfigError("This session is in the middle of a turn; finish or close its stream first.")
         before = self._messages

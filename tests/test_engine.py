@@ -96,7 +96,7 @@ def test_real_model_gives_the_same_ids_alone_batched_chunked_and_preempted(smoll
 
     text = (
         "The keeper climbed the stairs at dusk, counted the barrels of oil, and wrote the number in the log. "
-        "A ship of three masts passed to the north. At midnight the wind turned, and by four the rain had come. "
+        "A ship of three masts passed to the north. At midnight the wind turned; by four the rain had come. "
         "She trimmed the wick, wound the clock, and waited for the boat that brought letters and flour."
     )
     ids = smollm.tokenizer.encode(text)

@@ -44,7 +44,9 @@ ROPES = {
 GROUPS = {1: (4, 4), 2: (4, 2), 3: (6, 2), 4: (8, 2), 7: (14, 2), 8: (8, 1)}
 
 
-def peer_and_ours(tmp_path, family, *, heads=(6, 2), rope=None, tied=False, head_dim=16, context=256, **extra):
+def peer_and_ours(
+    tmp_path, family, *, heads=(6, 2), rope=None, tied=False, head_dim=16, context=256, **extra
+):
     """A random transformers model, saved, and minikv's decoder over the saved files."""
     torch.manual_seed(0)
     kind = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]

@@ -82,7 +82,9 @@ def tiny_decoder(backend: AttentionBackend | None = None, seed: int = 0, **chang
     return Decoder(config, RandomWeights(config, seed), backend or TorchBackend())
 
 
-def tiny_engine(decoder: Decoder | None = None, *, page_size: int = 4, kv_dtype=torch.float32, **options) -> Engine:
+def tiny_engine(
+    decoder: Decoder | None = None, *, page_size: int = 4, kv_dtype=torch.float32, **options
+) -> Engine:
     """An engine that checks its cache after every step and poisons freed pages."""
     decoder = decoder or tiny_decoder()
     config = EngineConfig(debug_checks=True, **options)

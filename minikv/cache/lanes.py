@@ -98,7 +98,8 @@ class LaneStore:
     def append(self, seq: int, count: int) -> None:
         """Count `count` written entries into every lane."""
         self.lengths[seq] += count
-        assert (self.lengths[seq] <= self.num_pages[seq] * self.pool.page_size).all(), "append without reserve"
+        room = self.num_pages[seq] * self.pool.page_size
+        assert (self.lengths[seq] <= room).all(), "append without reserve"
 
     def _missing(self, seq: int, count: int) -> np.ndarray:
         wanted = -(-(self.lengths[seq] + count) // self.pool.page_size)

@@ -36,7 +36,9 @@ class PagePool:
     but the system backs a page with memory only when it is first written.
     """
 
-    def __init__(self, num_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, poison: bool = False):
+    def __init__(
+        self, num_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, poison: bool = False
+    ):
         shape = (num_pages + 1, page_size, head_dim)
         try:
             self.keys = _lazy_zeros(shape, dtype)

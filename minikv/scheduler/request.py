@@ -75,7 +75,8 @@ class Request:
     @property
     def waits_for_leader(self) -> bool:
         """A sibling (n > 1) whose shared prompt another request is about to compute."""
-        return self.leader is not None and self.leader.state is not State.FINISHED and not self.leader.num_output
+        leader = self.leader
+        return leader is not None and leader.state is not State.FINISHED and not leader.num_output
 
 
 @dataclass(frozen=True)

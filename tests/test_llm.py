@@ -1,0 +1,280 @@
+"""LLM: text in, text out, on a tiny model directory and on the real small model."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from itertools import islice
+
+import pytest
+from cli_tools import write_tiny_model
+
+from minikv import LLM, CacheConfig, ConfigError, Job, RequestError, SamplingParams, TierConfig
+from minikv.results import Result
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return str(write_tiny_model(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir):
+    with LLM(model_dir, tiers=TierConfig(hot="8MiB")) as llm:
+        yield llm
+
+
+PROMPTS = ["The boat", "a", "Привет, мир", "it was late and the rain had not stopped " * 4]
+SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+def test_results_keep_the_order_of_the_prompts(llm):
+    together = llm.generate(PROMPTS, SHORT)
+    single = [llm.generate(p, SHORT)[0] for p in PROMPTS]
+    assert [r.token_ids for r in together] == [r.token_ids for r in single]
+    assert [r.text for r in together] == [r.text for r in single]
+
+
+def test_token_id_prompts_equal_text_prompts(llm):
+    ids = [llm.tokenizer.encode(p) for p in PROMPTS]
+    by_ids, by_text = llm.generate(ids, SHORT), llm.generate(PROMPTS, SHORT)
+    assert [r.token_ids for r in by_ids] == [r.token_ids for r in by_text]
+    assert llm.generate(ids[0], SHORT)[0].token_ids == llm.generate(PROMPTS[0], SHORT)[0].token_ids
+
+
+def test_streamed_pieces_join_to_the_generated_text(llm):
+    params = SamplingParams(temperature=1.5, seed=4, max_tokens=60, ignore_eos=True)
+    for prompt in PROMPTS:
+        pieces = list(llm.stream(prompt, params))
+        whole = llm.generate(prompt, params)[0]
+        assert "".join(p.text for p in pieces) == whole.text
+        assert tuple(i for p in pieces for i in p.token_ids) == whole.token_ids
+        assert [p.finish_reason for p in pieces if p.finish_reason] == ["length"]
+        assert pieces[-1].result.text == whole.text
+
+
+def test_text_is_the_decoding_of_the_token_ids(llm):
+    params = SamplingParams(temperature=2.0, seed=1, max_tokens=80, ignore_eos=True)
+    result = llm.generate(PROMPTS[0], params)[0]
+    assert result.text == llm.tokenizer.decode(result.token_ids)
+
+
+def test_usage_kv_and_timings_are_filled_in(llm):
+    result = llm.generate(PROMPTS[3], SHORT)[0]
+    count = len(llm.tokenizer.encode(PROMPTS[3]))
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (count, 12)
+    assert result.kv.bytes == result.kv.full_bytes > 0
+    # The last token sampled has no entry; whole pages of every lane are counted.
+    pages = -(-(count + 11) // 32) * 4
+    assert result.kv.bytes == pages * llm.engine.store.pool.page_bytes
+    assert result.timings.load_s > 0
+    assert result.timings.prefill_s > 0
+    assert llm.kv_bytes_in_use == 0
+
+
+def test_a_stop_string_ends_the_text_before_it(llm):
+    whole = llm.generate(PROMPTS[0], SHORT)[0].text
+    stop = whole[3:5]
+    cut = whole[: whole.index(stop)]
+    result = llm.generate(PROMPTS[0], SamplingParams(max_tokens=12, ignore_eos=True, stop=stop))[0]
+    assert (result.text, result.finish_reason) == (cut, "stop")
+    streamed = list(llm.stream(PROMPTS[0], SamplingParams(max_tokens=12, ignore_eos=True, stop=[stop])))
+    assert "".join(p.text for p in streamed) == cut
+    assert streamed[-1].finish_reason == "stop"
+    assert llm.kv_bytes_in_use == 0
+
+
+def test_eos_ends_a_reply_and_is_not_part_of_its_text(llm):
+    end = llm.tokenizer.encode_rendered("<|im_end|>")[0]
+    result = llm.generate(PROMPTS[0], SamplingParams(logit_bias={end: 1000.0}))[0]
+    assert (result.text, result.token_ids, result.finish_reason) == ("", (end,), "stop")
+    params = SamplingParams(logit_bias={end: 1000.0}, ignore_eos=True, max_tokens=3)
+    ignoring = llm.generate(PROMPTS[0], params)[0]
+    assert (ignoring.token_ids, ignoring.finish_reason) == ((end,) * 3, "length")
+
+
+def test_n_completions_come_as_choices_of_one_result(llm):
+    params = SamplingParams(temperature=1.0, seed=7, n=3, max_tokens=8, ignore_eos=True)
+    result = llm.generate(PROMPTS[3], params)[0]
+    assert len(result.choices) == 3
+    assert result.choices[0].token_ids == result.token_ids
+    for index, choice in enumerate(result.choices):
+        seed = SamplingParams(temperature=1.0, seed=7 + index, max_tokens=8, ignore_eos=True)
+        assert choice.token_ids == llm.generate(PROMPTS[3], seed)[0].token_ids
+    assert result.choices[1].usage.reused_tokens == result.usage.prompt_tokens
+
+
+def test_logprobs_come_with_every_token(llm):
+    result = llm.generate(PROMPTS[0], SamplingParams(max_tokens=5, ignore_eos=True, logprobs=3))[0]
+    assert [p.token_id for p in result.logprobs] == list(result.token_ids)
+    for entry in result.logprobs:
+        assert len(entry.top) == 3
+        assert entry.top[0] == (entry.token_id, entry.logprob)
+
+
+def test_a_request_that_cannot_be_served_leaves_the_others_alone(llm):
+    results = llm.generate([PROMPTS[0], "long " * 4000, PROMPTS[1]], SHORT)
+    assert [r.finish_reason for r in results] == ["length", "error", "length"]
+    assert "the context is 2048" in results[1].message
+
+
+def test_a_stream_that_cannot_be_served_raises_one_sentence(llm):
+    with pytest.raises(RequestError, match="the context is 2048"):
+        list(llm.stream("long " * 4000))
+
+
+def test_closing_a_stream_aborts_its_request_and_frees_its_pages(llm):
+    stream = llm.stream(PROMPTS[3], SamplingParams(max_tokens=500, ignore_eos=True))
+    list(islice(stream, 5))
+    assert llm.kv_bytes_in_use > 0
+    stream.close()
+    assert llm.kv_bytes_in_use == 0
+    assert llm.generate(PROMPTS[0], SHORT)[0].finish_reason == "length"
+
+
+def test_streams_can_be_read_in_turns(llm):
+    expected = [r.text for r in llm.generate(PROMPTS, SHORT)]
+    streams = [llm.stream(p, SHORT) for p in PROMPTS]
+    texts = [""] * len(streams)
+    alive = set(range(len(streams)))
+    while alive:
+        for i in sorted(alive):
+            piece = next(streams[i], None)
+            if piece is None:
+                alive.discard(i)
+            else:
+                texts[i] += piece.text
+    assert texts == expected
+
+
+def test_a_long_prompt_gives_empty_pieces_while_it_is_computed(model_dir):
+    with LLM(model_dir, prefill_chunk=16, tiers=TierConfig(hot="8MiB")) as llm:
+        first = next(llm.stream(PROMPTS[3], SHORT))
+        assert (first.text, first.token_ids) == ("", ())
+
+
+def test_chat_renders_the_template_and_takes_one_conversation_or_several(llm):
+    one = [{"role": "user", "content": "Hello"}]
+    result = llm.chat(one, SHORT)
+    assert isinstance(result, Result)
+    rendered = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    raw = llm.generate(llm.tokenizer.encode_rendered(rendered), SHORT)[0]
+    assert result.token_ids == raw.token_ids
+    several = llm.chat([one, [{"role": "user", "content": "Bye"}]], SHORT)
+    assert several[0].token_ids == result.token_ids
+    assert len(several) == 2
+
+
+def test_jobs_are_read_only_as_fast_as_they_are_served(model_dir):
+    taken = 0
+
+    def jobs():
+        nonlocal taken
+        for i in range(500):
+            taken += 1
+            yield Job(i, prompt=PROMPTS[i % 4], params=SamplingParams(max_tokens=2, ignore_eos=True))
+
+    with LLM(model_dir, max_seqs=4, tiers=TierConfig(hot="8MiB")) as llm:
+        running = llm.run(jobs())
+        list(islice(running, 10))
+        assert taken < 30
+        running.close()
+        assert llm.kv_bytes_in_use == 0
+
+
+def test_every_job_gives_one_result_whatever_is_wrong_with_it(llm):
+    message = [{"role": "user", "content": "x"}]
+    jobs = [
+        Job("good", prompt="a", params=SHORT),
+        Job("both", prompt="a", messages=message),
+        Job("neither"),
+        Job("role", messages=[{"role": "wizard", "content": "x"}]),
+        Job("order", messages=[*message, {"role": "system", "content": "late"}]),
+        Job("bias", prompt="a", params=SamplingParams(logit_bias={10**6: 1.0})),
+        Job("empty", prompt=[]),
+        Job("ids", prompt=["a"]),
+        Job("chat", messages=message, params=SHORT),
+    ]
+    results = {job.key: result for job, result in llm.run(jobs)}
+    assert len(results) == len(jobs)
+    bad = {key: r.message for key, r in results.items() if r.finish_reason == "error"}
+    assert set(bad) == {"both", "neither", "role", "order", "bias", "empty", "ids"}
+    assert "The system message must come first" in bad["order"]
+    assert all("\n" not in message for message in bad.values())
+
+
+def test_sixteen_bit_kv_takes_half_the_bytes(model_dir, llm):
+    with LLM(model_dir, cache=CacheConfig(kv_dtype="float16"), tiers=TierConfig(hot="8MiB")) as half:
+        assert half.kv_bytes_per_token * 2 == llm.kv_bytes_per_token
+        assert half.generate(PROMPTS, SHORT)[0].finish_reason == "length"
+
+
+def test_the_pool_never_passes_its_ceiling(model_dir):
+    with LLM(model_dir, tiers=TierConfig(hot="200KiB")) as llm:
+        pool = llm.engine.store.pool
+        tensors = (pool.keys, pool.values, pool.log_mass, pool.positions)
+        assert sum(t.nbytes for t in tensors) <= 200 * 1024
+        results = llm.generate(PROMPTS * 3, SamplingParams(max_tokens=40, ignore_eos=True))
+        assert {r.finish_reason for r in results} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backend": "cuda"}, "backend must be"),
+        ({"device": "tpu"}, "device must be"),
+        ({"threads": 0}, "threads must be"),
+        ({"max_context": 10**6}, "context of 2048"),
+        ({"max_seqs": 0}, "max_seqs must be"),
+        ({"max_seqs": 600}, "max_batch_tokens"),
+        ({"tiers": TierConfig(hot="1KiB")}, "needs at least"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_one_sentence(model_dir, options, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        LLM(model_dir, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [lambda: CacheConfig(kv_dtype="int3"), lambda: TierConfig(hot="64 bananas")])
+def test_a_wrong_cache_option_is_refused_when_it_is_made(make):
+    with pytest.raises(ConfigError):
+        make()
+
+
+def test_an_unknown_option_name_is_refused(model_dir):
+    with pytest.raises(TypeError):
+        LLM(model_dir, kv_dtype="float16")
+
+
+def test_closing_frees_weights_and_pool(model_dir):
+    llm = LLM(model_dir, tiers=TierConfig(hot="8MiB"))
+    session = llm.chat_session()
+    session.send("Hello", SHORT)
+    pool, model = weakref.ref(llm.engine.store.pool), weakref.ref(llm.engine.model)
+    llm.close()
+    session.close()
+    gc.collect()
+    assert pool() is None
+    assert model() is None
+    with pytest.raises(ConfigError, match="closed"):
+        llm.generate("a")
+
+
+def test_two_llms_live_in_one_process(model_dir, llm):
+    expected = llm.generate(PROMPTS, SHORT)
+    with LLM(model_dir, tiers=TierConfig(hot="4MiB"), backend="reference") as other:
+        streams = [llm.stream(PROMPTS[0], SHORT), other.stream(PROMPTS[0], SHORT)]
+        texts = ["".join(p.text for p in pair) for pair in zip(*streams, strict=True)]
+        assert texts
+        assert [r.token_ids for r in other.generate(PROMPTS, SHORT)] == [r.token_ids for r in expected]
+
+
+def test_real_model_answers_from_its_text(smollm):
+    question = (
+        "The hidden treasure of the old pirate is a compass. The boat left at dawn.\n"
+        "What is the hidden treasure of the old pirate?"
+    )
+    result = smollm.chat([{"role": "user", "content": question}], SamplingParams(max_tokens=30))
+    assert "compass" in result.text
+    assert result.finish_reason == "stop"
