@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, overload
@@ -201,7 +201,7 @@ class LLM:
 
     def run(
         self, jobs: Iterable[Job], on_progress: Callable[[int], None] | None = None
-    ) -> Iterator[tuple[Job, Result]]:
+    ) -> Generator[tuple[Job, Result], None, None]:
         """Serve jobs from an iterable, read only as fast as they are served; results come as they
         finish. `on_progress` gets the number of tokens produced by each step. Closing the iterator
         aborts what is unfinished."""

@@ -19,13 +19,14 @@ def build_batch(store: LaneStore, plan: list[Scheduled]) -> Batch:
     positions, rope_lengths, slots, logit_rows = [], [], [], []
     for item, end in zip(plan, row_starts[1:], strict=True):
         request, start = item.request, item.request.num_computed
+        assert request.seq is not None
         ids += request.tokens[start : start + item.count]
         span = np.arange(start, start + item.count)
         positions.append(span)
         # Dynamic RoPE scales with the length a token was first computed for; recomputing after a
         # preemption must give the same rotation.
         rope_lengths.append(np.maximum(span + 1, request.num_prompt))
-        slots.append(store.next_slots(item.request.seq, item.count))
+        slots.append(store.next_slots(request.seq, item.count))
         if item.count == request.num_remaining:
             logit_rows.append(int(end) - 1)
     lengths = store.lengths[seqs]
