@@ -163,18 +163,20 @@ class LLM:
 
     @overload
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **template_kwargs: Any
+        self, messages: Sequence[Message], /, params: SamplingParams | None = None, **template_kwargs: Any
     ) -> Result: ...
     @overload
     def chat(
         self,
         messages: Sequence[Sequence[Message]],
+        /,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_kwargs: Any,
     ) -> list[Result]: ...
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
+        /,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_kwargs: Any,
     ) -> Result | list[Result]:
@@ -194,7 +196,7 @@ class LLM:
         return self.stream_ids(self.encode_prompt(prompt), params, continues=True)
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **template_kwargs: Any
+        self, messages: Sequence[Message], /, params: SamplingParams | None = None, **template_kwargs: Any
     ) -> Pieces:
         """`stream` for a conversation, through the model's chat template."""
         return self.stream_ids(self.encode_chat(messages, **template_kwargs), params)
@@ -216,7 +218,7 @@ class LLM:
                         more = False
                         break
                     try:
-                        ids = self._submit(self._encode_job(job), job.params, None, job.messages is None)
+                        ids = self._submit(self.encode_job(job), job.params, None, job.messages is None)
                         open_jobs[ids[0]] = (job, ids)
                     except MinikvError as error:
                         yield job, Result("", (), "error", message=str(error))
@@ -259,7 +261,7 @@ class LLM:
             raise RequestError("A prompt must be text or a list of token ids.")
         return ids
 
-    def encode_chat(self, messages: Sequence[Message], **template_kwargs: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], /, **template_kwargs: Any) -> list[int]:
         """Ids of a conversation rendered for the assistant's next turn."""
         return self.tokenizer.encode_rendered(self.tokenizer.render_chat(messages, **template_kwargs))
 
@@ -300,6 +302,10 @@ class LLM:
         finally:
             self._drop(ids)
 
+    def stream_job(self, job: Job) -> Pieces:
+        """`stream` or `stream_chat`, as the job asks."""
+        return self.stream_ids(self.encode_job(job), job.params, continues=job.messages is None)
+
     def _submit(
         self, token_ids: Sequence[int], params: SamplingParams, lanes: Lanes | None, continues: bool
     ) -> list[int]:
@@ -338,7 +344,8 @@ class LLM:
             results.append(result)
         return replace(results[0], choices=tuple(results))
 
-    def _encode_job(self, job: Job) -> list[int]:
+    def encode_job(self, job: Job) -> list[int]:
+        """Ids of a job's prompt or conversation."""
         if (job.prompt is None) == (job.messages is None):
             raise RequestError("A job needs either a prompt or messages.")
         if job.messages is not None:

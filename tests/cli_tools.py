@@ -7,16 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pexpect
-from safetensors.torch import save_file
+from model_files import SPECIAL, hf_config, write_directory
+from tiny import RandomWeights
 from typer.testing import CliRunner, Result
 
 from minikv.cli.app import app
-from tiny import TINY, RandomWeights
-from tiny_tokenizers import byte_level
+from minikv.models.hf_config import normalise_config
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "minikv"]
@@ -29,35 +28,11 @@ TEMPLATE = (
 
 
 def write_tiny_model(folder: Path, max_context: int = 2048, template: str | None = TEMPLATE) -> Path:
-    """A random two-layer Llama with a byte-level tokenizer and a ChatML template."""
-    folder.mkdir(parents=True, exist_ok=True)
-    backend = byte_level()
-    size = backend.get_vocab_size(with_added_tokens=True)
-    shape = replace(TINY, vocab_size=size, max_context=max_context, bos_token_id=0)
-    weights = RandomWeights(shape)
-    save_file({name: weights.load(name) for name in weights.names()}, folder / "model.safetensors")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_query_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "max_position_embeddings": max_context,
-        "rope_theta": shape.rope.theta,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    backend.save(str(folder / "tokenizer.json"))
-    words: dict[str, object] = {"eos_token": "<|im_end|>", "bos_token": "<|bos|>"}
+    """A random two-layer Llama whose output is varied, with a template of choice."""
+    raw = hf_config(max_position_embeddings=max_context)
+    weights = RandomWeights(normalise_config(raw))
+    write_directory(folder, raw, {name: weights.load(name) for name in weights.names()})
+    words = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2]}
     words |= {} if template is None else {"chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(words), encoding="utf-8")
     return folder

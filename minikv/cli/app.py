@@ -1,0 +1,55 @@
+"""The `minikv` command. Nothing here or in what it imports loads torch: `--help` must be quick."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from minikv.cli import console
+from minikv.cli.batch import batch
+from minikv.cli.chat import chat
+from minikv.cli.generate import generate
+from minikv.cli.info import info
+from minikv.cli.pull import pull
+from minikv.cli.version import version
+
+app = typer.Typer(
+    name="minikv",
+    help="A small LLM inference engine built around its KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        console.write_text(f"minikv {version()}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """A small LLM inference engine built around its KV cache."""
+
+
+for _command in (chat, generate, batch, pull, info):
+    app.command()(_command)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Text of a model may hold what the terminal's encoding cannot: show a stand-in for it.
+            stream.reconfigure(errors="replace")
+    app(prog_name="minikv")

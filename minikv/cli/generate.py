@@ -1,0 +1,155 @@
+"""`minikv generate`: one completion, streamed as text or printed as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from minikv.cli import console
+from minikv.cli.inputs import join_prompt, read_stdin, read_text_file
+from minikv.cli.interrupts import Interrupts
+from minikv.cli.options import ENGINE, SAMPLING, TEMPLATE, load_llm, takes
+from minikv.cli.streaming import follow
+from minikv.config import format_size
+from minikv.errors import ConfigError, RequestError, TemplateError
+from minikv.results import KVUsage, Result, Timings, Usage
+
+if TYPE_CHECKING:
+    from minikv import LLM, Job
+
+
+@takes(engine=ENGINE, sampling=SAMPLING, template=TEMPLATE)
+@console.guarded
+def generate(
+    model: Annotated[str, typer.Argument(help="Directory, .gguf file, Hub id or built-in name.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, after any files.")] = None,
+    file: Annotated[
+        list[str] | None, typer.Option("--file", "-f", help="Text to put before the prompt; - is stdin.")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Use the chat template or not; default: if there is one."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message (with --chat).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    *,
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+    template: dict[str, Any],
+) -> None:
+    """Complete one prompt, given with -p, in files and on standard input."""
+    if not as_json and ("n" in sampling or "logprobs" in sampling):
+        raise ConfigError("Several completions and log probabilities need --json to hold them.")
+    text = _read_prompt(prompt, file or [])
+    from minikv import Job, SamplingParams
+
+    params = SamplingParams(**sampling)
+    with load_llm(model, engine, progress=console.stderr_is_terminal()) as llm:
+        if _use_chat(llm, chat, system, template):
+            arguments = template.get("template_args", {})
+            job = Job(0, messages=_messages(system, text), params=params, template_kwargs=arguments)
+        else:
+            job = Job(0, prompt=text, params=params)
+        with Interrupts() as interrupts:
+            complete = _complete_json if as_json else _complete_text
+            result = complete(llm, job, interrupts)
+        _note_stats(llm, result)
+    if result.finish_reason == "abort":
+        raise typer.Exit(console.EXIT_INTERRUPTED)
+
+
+def _messages(system: str | None, text: str) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": text}]
+
+
+def _read_prompt(prompt: str | None, files: list[str]) -> str:
+    documents = [read_stdin() if name == "-" else read_text_file(Path(name)) for name in files]
+    if "-" not in files and not console.stdin_is_terminal():
+        documents.append(read_stdin())
+    text = join_prompt(documents, prompt)
+    if not text:
+        raise typer.BadParameter("Give a prompt with -p, in a --file or on standard input.")
+    return text
+
+
+def _use_chat(llm: LLM, chat: bool | None, system: str | None, template: dict[str, Any]) -> bool:
+    if chat and not llm.tokenizer.has_chat_template:
+        raise TemplateError(f"{llm.name} has no chat template; use --raw.")
+    use_chat = llm.tokenizer.has_chat_template if chat is None else chat
+    if not use_chat and (system is not None or template):
+        raise ConfigError("--system and --template-arg need a chat template; a raw prompt does not use one.")
+    return use_chat
+
+
+def _complete_text(llm: LLM, job: Job, interrupts: Interrupts) -> Result:
+    ends_line = True
+
+    def emit(text: str) -> None:
+        nonlocal ends_line
+        ends_line = text.endswith("\n")
+        console.write_text(text)
+
+    try:
+        return _stream(llm, job, interrupts, emit)
+    finally:
+        if not ends_line:
+            console.write_text("\n")
+
+
+def _complete_json(llm: LLM, job: Job, interrupts: Interrupts) -> Result:
+    if job.params.n > 1:
+        result = _all_choices(llm, job, interrupts)
+    else:
+        result = _stream(llm, job, interrupts, None)
+    console.write_text(json.dumps(result.to_dict(), ensure_ascii=False, allow_nan=False) + "\n")
+    return result
+
+
+def _stream(llm: LLM, job: Job, interrupts: Interrupts, emit: Callable[[str], object] | None) -> Result:
+    """The result of one completion; after Ctrl-C, what there is, with finish reason `abort`."""
+    with closing(llm.stream_job(job)) as pieces:
+        streamed = follow(pieces, interrupts, emit)
+        if streamed.result is not None:
+            return streamed.result
+        held = llm.kv_bytes_in_use
+    prompt, count = len(llm.encode_job(job)), len(streamed.token_ids)
+    prefill = streamed.seconds if streamed.first_token_s is None else streamed.first_token_s
+    return Result(
+        text=streamed.text,
+        token_ids=streamed.token_ids,
+        finish_reason="abort",
+        usage=Usage(prompt_tokens=prompt, completion_tokens=count),
+        kv=KVUsage(bytes=held, full_bytes=(prompt + count) * llm.kv_bytes_per_token),
+        timings=Timings(llm.load_seconds, prefill, streamed.seconds - prefill),
+    )
+
+
+def _all_choices(llm: LLM, job: Job, interrupts: Interrupts) -> Result:
+    """Several completions of one prompt. There is nothing whole to print after Ctrl-C."""
+
+    def check(*_: object) -> None:
+        if interrupts.requested:
+            raise typer.Exit(console.EXIT_INTERRUPTED)
+
+    with closing(llm.run([job], on_progress=check)) as results:
+        _, result = next(results)
+    if result.finish_reason == "error":
+        raise RequestError(result.message or "The request failed.")
+    return result
+
+
+def _note_stats(llm: LLM, result: Result) -> None:
+    usage, seconds = result.usage, result.timings.decode_s
+    rate = f", {(usage.completion_tokens - 1) / seconds:.1f} tok/s" if seconds > 0 else ""
+    kv = f"KV {format_size(result.kv.bytes)} of {format_size(result.kv.full_bytes)}"
+    ending = {"length": ", cut at --max-tokens", "context": ", context full", "abort": ", interrupted"}
+    console.note(
+        f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} tok{rate}, {kv}"
+        f"{ending.get(result.finish_reason, '')}"
+    )

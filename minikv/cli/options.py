@@ -1,0 +1,246 @@
+"""Command-line options that several commands share, declared once under the names of the API.
+
+A value not given on the command line is not passed on: defaults live in `SamplingParams`,
+`CacheConfig`, `TierConfig` and `LLM` alone. The `default` texts here are for `--help` only, which
+must not import torch to print them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from minikv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minikv import LLM
+
+Kind = Literal["int", "int_or_none", "float", "text", "flag", "texts", "ints", "bias", "json_args"]
+_METAVARS: dict[str, str] = {
+    "int": "N",
+    "int_or_none": "N|none",
+    "float": "X",
+    "text": "TEXT",
+    "texts": "TEXT",
+    "ints": "ID",
+    "bias": "ID=BIAS",
+    "json_args": "KEY=VALUE",
+}
+# What a template gets from the conversation itself.
+RESERVED_ARGS = ("self", "messages", "system")
+_REPEATED = ("texts", "ints", "bias", "json_args")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option, `--name-with-dashes` unless `flag` says otherwise."""
+
+    name: str
+    kind: Kind
+    help: str
+    default: str | None = None
+    flag: str | None = None
+    metavar: str | None = None
+
+    @property
+    def spelling(self) -> str:
+        """As it is typed on the command line."""
+        return self.flag or "--" + self.name.replace("_", "-")
+
+
+SAMPLING = (
+    Option("max_tokens", "int_or_none", "Most tokens to generate; none: to the end of the context.", "256"),
+    Option("temperature", "float", "Randomness; 0 always takes the likeliest token.", "0.0"),
+    Option("top_k", "int", "Sample from the K likeliest tokens only; 0: off.", "0"),
+    Option("top_p", "float", "Sample from the likeliest tokens that make up this probability.", "1.0"),
+    Option("min_p", "float", "Drop tokens less likely than this share of the likeliest.", "0.0"),
+    Option("repetition_penalty", "float", "Divide the score of tokens seen before; 1: off.", "1.0"),
+    Option("presence_penalty", "float", "Subtract from the score of tokens in the output.", "0.0"),
+    Option("frequency_penalty", "float", "Subtract per occurrence in the output.", "0.0"),
+    Option("logit_bias", "bias", "Add BIAS to a token's score; repeatable."),
+    Option("seed", "int_or_none", "Seed for sampling; none: a new one each time.", "none"),
+    Option("logprobs", "int_or_none", "Report log probabilities, with the N likeliest beside.", "none"),
+    Option("n", "int", "Completions per prompt.", "1", flag="--n"),
+    Option("stop", "texts", "End before this text; repeatable."),
+    Option("stop_token_ids", "ints", "End at this token; repeatable.", flag="--stop-token-id"),
+    Option("ignore_eos", "flag", "Go on past the model's own end tokens."),
+)
+# A chat turn has one reply and shows text alone.
+CHAT_SAMPLING = tuple(option for option in SAMPLING if option.name not in ("n", "logprobs"))
+
+SOURCE = (
+    Option("revision", "text", "Branch, tag or commit of a Hub model.", metavar="REV"),
+    Option("offline", "flag", "Use what is in the model cache; fetch nothing."),
+)
+ENGINE = (
+    Option("kv_dtype", "text", "KV cache type: auto, float32, float16 or bfloat16.", "auto", metavar="TYPE"),
+    Option("kv_hot", "text", "Ceiling of the KV cache in memory, such as 64MiB.", metavar="SIZE"),
+    Option("max_context", "int", "Tokens a sequence may reach; at most the model's own limit."),
+    Option("device", "text", "auto or cpu.", "auto", metavar="NAME"),
+    Option("backend", "text", "Attention backend: auto, torch or reference.", "auto", metavar="NAME"),
+    Option("threads", "int", "CPU threads."),
+    Option("max_seqs", "int", "Sequences that hold KV at once.", "16"),
+    Option("prefill_chunk", "int", "Most prompt tokens of one sequence per step.", "512"),
+    Option("max_batch_tokens", "int", "Most tokens per step, all sequences together.", "512"),
+    *SOURCE,
+)
+TEMPLATE = (
+    Option(
+        "template_args", "json_args", "Argument for the chat template; repeatable.", flag="--template-arg"
+    ),
+)
+
+
+def _parameter(option: Option, panel: str) -> inspect.Parameter:
+    types: dict[str, Any] = {"int": int | None, "float": float | None, "flag": bool}
+    kind: Any = list[str] | None if option.kind in _REPEATED else types.get(option.kind, str | None)
+    info = typer.Option(
+        option.spelling,
+        help=option.help + (f" Default: {option.default}." if option.default else ""),
+        metavar=option.metavar or _METAVARS.get(option.kind),
+        show_default=False,
+        rich_help_panel=panel,
+    )
+    default = False if option.kind == "flag" else None
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+    )
+
+
+def _collect(options: Sequence[Option], values: dict[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for option in options:
+        value = values.pop(option.name)
+        if value is None or value is False or value == []:
+            continue
+        try:
+            given[option.name] = _convert(option, value)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error), param_hint=option.spelling) from None
+    return given
+
+
+def _convert(option: Option, value: Any) -> Any:
+    if option.kind == "texts":
+        return tuple(value)
+    if option.kind in _REPEATED:
+        merged: list[Any] = [parse_value(option, item) for item in value]
+        return tuple(i for ids in merged for i in ids) if option.kind == "ints" else _merge(merged)
+    return parse_value(option, value) if isinstance(value, str) else value
+
+
+def _merge(mappings: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
+    return {key: value for mapping in mappings for key, value in mapping.items()}
+
+
+def takes(**groups: Sequence[Option]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add groups of options to a command. It gets, per group, a dict of the values that were given."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
+        kept = [p.replace(kind=p.KEYWORD_ONLY) for name, p in own.parameters.items() if name not in groups]
+        added = [_parameter(o, f"{group} options".capitalize()) for group in groups for o in groups[group]]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            given = {group: _collect(options, values) for group, options in groups.items()}
+            command(**values, **given)
+
+        run.__signature__ = own.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in (*kept, *added)}
+        return run
+
+    return decorate
+
+
+def parse_value(option: Option, text: str) -> Any:
+    """The typed value of an option written as text. Raises ConfigError with one sentence."""
+    text = text.strip() if option.kind != "texts" else text
+    try:
+        return _PARSERS[option.kind](text)
+    except ValueError:
+        raise ConfigError(f"{option.name} must be {_EXPECTED[option.kind]}, not {text!r}.") from None
+
+
+def _int_or_none(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
+
+
+def _flag(text: str) -> bool:
+    words = {"on": True, "true": True, "yes": True, "1": True}
+    words |= {"off": False, "false": False, "no": False, "0": False}
+    if text.lower() not in words:
+        raise ValueError
+    return words[text.lower()]
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    if text.strip().lower() == "none":
+        return ()
+    if text.lstrip()[:1] not in ("[", '"'):
+        return (text,)
+    parsed = json.loads(text)
+    strings = parsed if isinstance(parsed, list) else [parsed]
+    if not all(isinstance(item, str) for item in strings):
+        raise ValueError
+    return tuple(strings)
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return () if text.lower() == "none" else tuple(int(part) for part in text.replace(",", " ").split())
+
+
+def _bias(text: str) -> dict[int, float]:
+    pairs = [] if text.lower() == "none" else [part.split("=", 1) for part in text.replace(",", " ").split()]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError
+    return {int(token): float(bias) for token, bias in pairs}
+
+
+def _json_args(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    if not key.isidentifier() or not equals or key in RESERVED_ARGS:
+        raise ValueError
+    try:
+        return {key: json.loads(value)}
+    except ValueError:
+        return {key: value}
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "int_or_none": _int_or_none,
+    "float": float,
+    "text": str,
+    "flag": _flag,
+    "texts": _texts,
+    "ints": _ints,
+    "bias": _bias,
+    "json_args": _json_args,
+}
+_EXPECTED: dict[str, str] = {
+    "int": "a whole number",
+    "int_or_none": "a whole number or none",
+    "float": "a number",
+    "flag": "on or off",
+    "texts": 'text, a JSON string such as "\\n" or a JSON list of strings',
+    "ints": "token ids separated by blanks",
+    "bias": "ID=BIAS pairs separated by blanks",
+    "json_args": f"KEY=VALUE with a KEY other than {', '.join(RESERVED_ARGS)}",
+}
+
+
+def load_llm(model: str, engine: dict[str, Any], *, progress: bool = False) -> LLM:
+    """An LLM with the engine options that were given. Raises the errors of `LLM`."""
+    from minikv import LLM, CacheConfig, TierConfig
+
+    rest = dict(engine)
+    cache = CacheConfig(**{key: rest.pop(key) for key in ("kv_dtype",) if key in rest})
+    tiers = TierConfig(**({"hot": rest.pop("kv_hot")} if "kv_hot" in rest else {}))
+    return LLM(model, cache=cache, tiers=tiers, progress=progress, **rest)
