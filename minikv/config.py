@@ -26,10 +26,10 @@ def parse_size(value: str | int, option: str = "size") -> int:
         raise ConfigError(f'{option} must look like "64MiB", "2GB" or a number of bytes, not {value!r}.')
     number, letter, binary, b = match.groups()
     base = 1000 if letter and b and not binary else 1024
-    size = int(float(number) * base ** _POWER[letter.lower()])
-    if size <= 0:
-        raise ConfigError(f"{option} must be more than zero bytes, not {value!r}.")
-    return size
+    size = float(number) * base ** _POWER[letter.lower()]
+    if not 1 <= size < 2**62:
+        raise ConfigError(f"{option} must be at least one byte and less than 4 EiB, not {value!r}.")
+    return int(size)
 
 
 def format_size(count: float) -> str:
@@ -50,8 +50,7 @@ def _positive(option: str, value: Any) -> None:
 class CacheConfig:
     """How KV entries are stored.
 
-    kv_dtype: `auto`, `float32`, `float16` or `bfloat16`. `auto` is float32 on the torch CPU
-    backends and the model's own 16-bit type on CUDA.
+    kv_dtype: `auto`, `float32`, `float16` or `bfloat16`. `auto` is float32.
     page_size: entries per page; None lets the backend choose.
     """
 
@@ -87,14 +86,16 @@ class EngineConfig:
     """Scheduling limits.
 
     max_seqs: sequences that hold KV at once (running ones and idle chat sessions).
-    max_batch_tokens: rows one step may compute, prefill and decode together.
+    max_batch_tokens: rows one step may compute, prefill and decode together; None is 512, or more
+        if `prefill_chunk` or `max_seqs` is more.
     prefill_chunk: most prompt tokens of one sequence in one step.
-    max_context: tokens a sequence may reach; None is the model's own limit.
+    max_context: tokens of one sequence whose keys and values may be held (one more can be sampled
+        after them); None is the model's own limit.
     debug_checks: run the cache's integrity check after every step (slow; used by the tests).
     """
 
     max_seqs: int = 16
-    max_batch_tokens: int = 512
+    max_batch_tokens: int | None = None
     prefill_chunk: int = 512
     max_context: int | None = None
     debug_checks: bool = False
@@ -102,12 +103,19 @@ class EngineConfig:
     tiers: TierConfig = field(default_factory=TierConfig)
 
     def __post_init__(self) -> None:
-        for name in ("max_seqs", "max_batch_tokens", "prefill_chunk"):
+        for name in ("max_seqs", "prefill_chunk"):
             _positive(name, getattr(self, name))
-        if self.max_context is not None:
-            _positive("max_context", self.max_context)
-        if self.max_batch_tokens < self.max_seqs:
-            raise ConfigError(
-                f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_seqs ({self.max_seqs}), "
-                "so that every running sequence can decode in each step."
-            )
+        for name in ("max_context", "max_batch_tokens"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        for name in ("max_seqs", "prefill_chunk"):
+            if self.batch_tokens < getattr(self, name):
+                raise ConfigError(
+                    f"max_batch_tokens ({self.max_batch_tokens}) must be at least {name} "
+                    f"({getattr(self, name)}), which one step must be able to hold."
+                )
+
+    @property
+    def batch_tokens(self) -> int:
+        """`max_batch_tokens` with None resolved."""
+        return self.max_batch_tokens or max(512, self.max_seqs, self.prefill_chunk)

@@ -61,7 +61,10 @@ class Engine:
         num_pages = pool_pages(config, self.max_context, num_lanes, page_size, size)
         pool = PagePool(num_pages, page_size, shape.head_dim, kv_dtype, poison=config.debug_checks)
         self.store = LaneStore(pool, config.max_seqs, shape.num_layers, shape.num_kv_heads, self.max_context)
-        self.scheduler = Scheduler(self.store, config.max_batch_tokens, config.prefill_chunk)
+        # Dynamic RoPE rotates a token for the length of its whole prompt once that is past the
+        # original context; lanes of a shorter turn are then not what a fresh prompt would give.
+        reuse_limit = shape.rope.original_context if shape.rope.kind == "dynamic" else None
+        self.scheduler = Scheduler(self.store, config.batch_tokens, config.prefill_chunk, reuse_limit)
         self._requests: dict[int, Request] = {}
         self._events: list[Event] = []
         self._next_id = 0
@@ -88,12 +91,12 @@ class Engine:
         leader: Request | None = None
         ids = []
         for index in range(params.n):
-            request, problem = self._make_request(token_ids, params, index, lanes, leader)
+            request, problem = self._make_request(token_ids, params, index, lanes, leader, fault)
             leader = leader or request
             ids.append(request.id)
-            if fault or problem:
+            if problem:
                 request.state = State.FINISHED
-                self._events.append(FinishEvent(request, "error", fault or problem))
+                self._events.append(FinishEvent(request, "error", problem))
                 continue
             if lanes is not None:
                 lanes.busy = True
@@ -158,7 +161,7 @@ class Engine:
         everyone = list(requests)
         for row, leader in enumerate(requests):
             if leader.num_output == 0 and leader.params.n > 1:
-                started = [s for s in self.scheduler.siblings_of(leader) if self.scheduler.fork(leader, s)]
+                started = self.scheduler.fork_siblings(leader)
                 everyone += started
                 rows += [row] * len(started)
         if len(everyone) > len(requests):
@@ -189,7 +192,8 @@ class Engine:
         if request.seq is not None:
             request.kv_bytes = self.store.bytes_of(request.seq)
             request.full_kv_bytes = self.store.pages_for(request.num_computed) * self.store.pool.page_bytes
-        self.scheduler.finish(request)
+        # What a failed request wrote may be what made it fail; nobody goes on from that.
+        self.scheduler.finish(request, keep_lanes=reason != "error")
         self._events.append(FinishEvent(request, reason, message))
 
     # Admission checks
@@ -201,14 +205,15 @@ class Engine:
         index: int,
         lanes: Lanes | None,
         leader: Request | None,
+        problem: str | None,
     ) -> tuple[Request, str | None]:
-        problem = None
         vocab = self.model.config.vocab_size
-        try:
-            sampler = Sampler(params, token_ids, vocab, index)
-        except MinikvError as error:
-            problem = str(error)
-            sampler = Sampler(SamplingParams(), (), vocab)
+        sampler = Sampler(SamplingParams(), (), vocab)
+        if problem is None:
+            try:
+                sampler = Sampler(params, token_ids, vocab, index)
+            except MinikvError as error:
+                problem = str(error)
         stops = frozenset(params.stop_token_ids)
         request = Request(
             id=self._next_id,

@@ -6,17 +6,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
+from operator import index
 from types import TracebackType
 from typing import Any, overload
 
 import torch
 
-from minikv.config import CacheConfig, EngineConfig, TierConfig
+from minikv.config import CacheConfig, EngineConfig, TierConfig, format_size
 from minikv.engine import Engine
-from minikv.errors import ConfigError, MinikvError, RequestError
+from minikv.errors import ConfigError, MinikvError, ModelError, RequestError
 from minikv.kernels.backend import choose_backend
+from minikv.memory import available_bytes
 from minikv.models.decoder import Decoder
-from minikv.models.sources import open_model, resolve_model
+from minikv.models.sources import OpenModel, open_model, resolve_model
 from minikv.output import OutputText
 from minikv.results import Result, StreamPiece
 from minikv.sampling import SamplingParams
@@ -47,7 +50,7 @@ class LLM:
     model: a built-in name, a local directory, a local .gguf file, or a Hub id.
     cache, tiers: how KV entries are stored, and the byte ceilings of the tiers.
     device: `auto` or `cpu`. backend: `auto`, `torch` or `reference`.
-    max_context: tokens a sequence may reach; None is the model's own limit.
+    max_context: tokens of one sequence that may be held; None is the model's own limit.
     max_seqs: sequences that hold KV at once. prefill_chunk, max_batch_tokens: rows per step.
     threads: compute threads of this process; None leaves torch's setting alone.
     progress: show a bar on stderr while a model is fetched.
@@ -69,7 +72,7 @@ class LLM:
         max_context: int | None = None,
         max_seqs: int = 16,
         prefill_chunk: int = 512,
-        max_batch_tokens: int = 512,
+        max_batch_tokens: int | None = None,
         threads: int | None = None,
         progress: bool = False,
     ):
@@ -84,6 +87,7 @@ class LLM:
                 raise ConfigError(f"threads must be a whole number of at least 1, not {threads!r}.")
             torch.set_num_threads(threads)
         opened = open_model(resolve_model(model, revision=revision, offline=offline, progress=progress))
+        _check_memory(opened)
         dtype = torch.float32 if cache.kv_dtype == "auto" else getattr(torch, cache.kv_dtype)
         try:
             self._engine: Engine | None = Engine(
@@ -120,13 +124,18 @@ class LLM:
 
     @property
     def max_context(self) -> int:
-        """Tokens a sequence may reach, prompt and output together."""
+        """Tokens of one sequence whose keys and values may be held; one more can be sampled."""
         return self.engine.max_context
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token takes over all layers, uncompressed."""
         return self.config.kv_bytes_per_token(self.engine.store.pool.dtype)
+
+    def full_kv_bytes(self, num_tokens: int) -> int:
+        """Bytes of the whole pages that the full cache of a sequence takes."""
+        store = self.engine.store
+        return store.pages_for(num_tokens) * store.pool.page_bytes
 
     @property
     def pool_bytes(self) -> int:
@@ -223,12 +232,12 @@ class LLM:
                     except MinikvError as error:
                         yield job, Result("", (), "error", message=str(error))
                 produced = self._pump()
-                if on_progress is not None:
-                    on_progress(produced)
                 for first, (job, ids) in list(open_jobs.items()):
                     if all(self._outputs[i].result is not None for i in ids):
                         del open_jobs[first]
                         yield job, self._collect(ids)
+                if on_progress is not None:
+                    on_progress(produced)
         finally:
             for _, ids in open_jobs.values():
                 self._drop(ids)
@@ -256,10 +265,10 @@ class LLM:
         """Ids of a raw prompt; a list of ids is taken as it is."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        ids = list(prompt)
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise RequestError("A prompt must be text or a list of token ids.")
-        return ids
+        try:
+            return [index(i) for i in prompt]
+        except TypeError as error:
+            raise RequestError("A prompt must be text or a list of token ids.") from error
 
     def encode_chat(self, messages: Sequence[Message], /, **template_kwargs: Any) -> list[int]:
         """Ids of a conversation rendered for the assistant's next turn."""
@@ -271,24 +280,33 @@ class LLM:
         params: SamplingParams | None = None,
         lanes: Lanes | None = None,
         continues: bool = False,
+        should_stop: Callable[[], bool] | None = None,
     ) -> Pieces:
         """`stream` over token ids, on a conversation's lanes if given.
 
         `continues`: the output goes on in the middle of the prompt's text, so that its first space
-        counts; a reply is a text of its own.
+        counts; a reply is a text of its own. `should_stop` is asked before each step; when it says
+        so, the stream ends with a Result of finish reason `abort`.
         """
         params = params or SamplingParams()
         if params.n > 1:
             raise ConfigError("A stream gives one completion; use generate or run for n > 1.")
-        return self._stream(token_ids, params, lanes, continues)
+        return self._stream(token_ids, params, lanes, continues, should_stop)
 
     def _stream(
-        self, token_ids: Sequence[int], params: SamplingParams, lanes: Lanes | None, continues: bool
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        lanes: Lanes | None,
+        continues: bool,
+        should_stop: Callable[[], bool] | None,
     ) -> Pieces:
         ids = self._submit(token_ids, params, lanes, continues)
         output = self._outputs[ids[0]]
         try:
             while True:
+                if should_stop is not None and should_stop():
+                    self.engine.abort(ids[0])
                 self._pump()
                 if not output.pieces:
                     yield StreamPiece("")
@@ -302,17 +320,18 @@ class LLM:
         finally:
             self._drop(ids)
 
-    def stream_job(self, job: Job) -> Pieces:
-        """`stream` or `stream_chat`, as the job asks."""
-        return self.stream_ids(self.encode_job(job), job.params, continues=job.messages is None)
+    def stream_job(self, job: Job, should_stop: Callable[[], bool] | None = None) -> Pieces:
+        """`stream` or `stream_chat`, as the job asks; `should_stop` as in `stream_ids`."""
+        ids, continues = self.encode_job(job), job.messages is None
+        return self.stream_ids(ids, job.params, continues=continues, should_stop=should_stop)
 
     def _submit(
         self, token_ids: Sequence[int], params: SamplingParams, lanes: Lanes | None, continues: bool
     ) -> list[int]:
-        ids = self.engine.add(token_ids, params, lanes)
         before = token_ids if continues else ()
-        for request_id in ids:
-            self._outputs[request_id] = OutputText(self.tokenizer, before, params, self.load_seconds)
+        outputs = [OutputText(self.tokenizer, before, params, self.load_seconds) for _ in range(params.n)]
+        ids = self.engine.add(token_ids, params, lanes)
+        self._outputs.update(zip(ids, outputs, strict=True))
         return ids
 
     def _pump(self) -> int:
@@ -367,5 +386,15 @@ class LLM:
         return [results[i] for i in range(len(work))]
 
 
+def _check_memory(model: OpenModel) -> None:
+    """Refuse a model whose float32 weights cannot fit, before the system has to kill something."""
+    needed, free = model.config.num_parameters() * 4, available_bytes()
+    if needed > free:
+        raise ModelError(
+            f"{model.name} needs {format_size(needed)} for its weights in float32, and {format_size(free)} "
+            "are free; use a smaller model or free some memory."
+        )
+
+
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))

@@ -19,6 +19,9 @@ from torch import Tensor
 from minikv.errors import ConfigError, RequestError
 from minikv.results import TokenLogprob
 
+MAX_COMPLETIONS = 128
+"""Most completions of one prompt."""
+
 LOGPROB_FLOOR = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
 
@@ -69,6 +72,8 @@ class SamplingParams:
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_whole("n", self.n, 1)
+        if self.n > MAX_COMPLETIONS:
+            raise ConfigError(f"n must be at most {MAX_COMPLETIONS}, not {self.n}.")
         for name, low in (("seed", 0), ("logprobs", 0), ("max_tokens", 1)):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), low, hint=" or None")

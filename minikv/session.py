@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ class ChatSession:
         self._lanes = Lanes()
         self._ids: list[int] = []
         self._rendered = ""
+        # A session that is dropped without `close` must not hold its pages until others need them.
+        weakref.finalize(self, setattr, self._lanes, "abandoned", True)
         self.set_system(system)
 
     # The conversation
@@ -49,23 +52,33 @@ class ChatSession:
 
         Raises TemplateError, changing nothing, if the chat template refuses it.
         """
+        self._require_idle()
         if messages:
             self._llm.tokenizer.render_chat(messages, **self._template_kwargs)
         self._messages = [dict(message) for message in messages]
 
     def set_system(self, text: str | None) -> None:
         """Set, replace or (None) remove the system message."""
+        self._require_idle()
         rest = self._messages[1:] if self._has_system else self._messages
         self._messages = ([] if text is None else [{"role": "system", "content": text}]) + rest
 
     def clear(self) -> None:
         """Forget the conversation, except the system message, and free the lanes."""
+        self._require_idle()
         self._messages = self._messages[:1] if self._has_system else []
         self._forget()
 
     def close(self) -> None:
-        """Free the lanes. The messages can still be read."""
+        """Free the lanes. The messages can still be read, and a further turn computes them again."""
+        self._require_idle()
         self._forget()
+
+    def __enter__(self) -> ChatSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # Turns
 
@@ -94,7 +107,7 @@ class ChatSession:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose keys and values the lanes hold now."""
+        """Tokens whose keys and values the lanes hold between turns; 0 while a turn runs."""
         return len(self._lanes.token_ids)
 
     @property
@@ -117,8 +130,7 @@ class ChatSession:
         return bool(self._messages) and self._messages[0]["role"] == "system"
 
     def _turn(self, messages: list[dict[str, Any]], params: SamplingParams | None) -> Pieces:
-        if self._lanes.busy:
-            raise ConfigError("This session is in the middle of a turn; finish or close its stream first.")
+        self._require_idle()
         before = self._messages
         ids, rendered = self._encode(messages)
         pieces = self._llm.stream_ids(ids, params, self._lanes)
@@ -142,6 +154,10 @@ class ChatSession:
                 self._keep("".join(said), ids, rendered, produced)
             else:
                 self._messages = before
+
+    def _require_idle(self) -> None:
+        if self._lanes.busy:
+            raise ConfigError("This session is in the middle of a turn; finish or close its stream first.")
 
     def _keep(self, said: str, ids: list[int], rendered: str, produced: list[int]) -> None:
         self._messages = [*self._messages, {"role": "assistant", "content": said}]

@@ -240,6 +240,9 @@ def test_extreme_values_never_end_the_run(model: Path, tmp_path: Path) -> None:
         chat_line("tokens", "hi", max_tokens=10**12, stop="\x00"),
         text_line("id", [2**70]),
         text_line("negative", [-1]),
+        text_line("penalty", [10**6], repetition_penalty=1.2),
+        chat_line("n", "hi", n=10**9),
+        chat_line("deep", "hi", chat_template_kwargs={"x": json.loads("[" * 600 + "]" * 600)}),
         chat_line("bias", "hi", logit_bias={"1": 1e300}),
         chat_line("template", "hi", chat_template_kwargs={"tools": 5, "add_generation_prompt": 0}),
         chat_line("fine", "hi"),
@@ -335,6 +338,10 @@ def test_finished_output_is_not_run_again(model: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert done.stderr == "minikv: Served 2 of 2 lines (2 by an earlier run), 0 failed.\n"
     assert output.read_bytes() == before
+    # A mistake in the command must not cost the results that are there.
+    for mistake in (["--model", tmp_path / "absent"], ["--model", model, "--top-p", 3]):
+        assert invoke(*options, *mistake, "--overwrite").exit_code == 1
+        assert output.read_bytes() == before
     assert invoke(*options, "--model", model, "--overwrite").exit_code == 0
     assert len(read_lines(output)) == 2
 

@@ -198,17 +198,39 @@ def test_files_that_cannot_be_read_are_one_sentence(
     (tmp_path / "binary").write_bytes(b"a\0b")
     (tmp_path / "empty").write_bytes(b"")
     for name, sentence in (
-        ("huge.txt", "9.5 MiB, more than the model's context can hold"),
+        ("huge.txt", "KiB that the model's context can hold"),
         ("binary", "is not a text file"),
         ("empty", "is empty"),
         ("absent", "no such file"),
         (".", "is a directory"),
+        ("a\0b", "cannot hold a NUL"),
     ):
         take_line(chat, f"/read {tmp_path / name} Why?")
         (line,) = said(capsys).splitlines()
         assert line.startswith("minikv: ")
         assert sentence in line
     assert chat.session.messages == []
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("/read ~nosuchuser/x Why?", "no such file"),
+        ("/save ~nosuchuser/x", "no such file"),
+        ("/load ~nosuchuser/x", "no such file"),
+        ("/read /dev/zero", "context can hold"),
+        ("/load /dev/zero", "not a conversation"),
+        ("/system \udcff", "not UTF-8"),
+        ("/set stop " + "[" * 3000, "must be"),
+    ],
+)
+def test_strange_arguments_are_one_sentence(
+    chat: ChatState, line: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    take_line(chat, line)
+    (answer,) = said(capsys).splitlines()
+    assert answer.startswith("minikv: ")
+    assert sentence in answer
 
 
 def test_several_lines_can_be_given_up(chat: ChatState, capsys: pytest.CaptureFixture[str]) -> None:

@@ -262,8 +262,8 @@ def test_interrupted_json_holds_what_is_there(model: Path, monkeypatch: pytest.M
     out = json.loads(done.stdout)
     assert list(out) == KEYS
     assert out["finish_reason"] == "abort"
-    assert out["usage"]["completion_tokens"] == len(out["token_ids"]) == 5
-    assert out["kv"]["bytes"] > 0
+    assert out["usage"]["completion_tokens"] == len(out["token_ids"]) > 0
+    assert out["kv"]["bytes"] == out["kv"]["full_bytes"] > 0
 
 
 def test_interrupted_completions_of_one_prompt_print_nothing(

@@ -45,9 +45,9 @@ def test_reference_backend_gives_the_same_ids(expected):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
-@pytest.mark.parametrize("batch_tokens", [16, 512])
-def test_chunk_size_changes_nothing(decoder, expected, chunk, batch_tokens):
-    engine = tiny_engine(decoder, prefill_chunk=chunk, max_batch_tokens=batch_tokens)
+@pytest.mark.parametrize("spare", [0, 16, 500])
+def test_chunk_size_changes_nothing(decoder, expected, chunk, spare):
+    engine = tiny_engine(decoder, prefill_chunk=chunk, max_seqs=8, max_batch_tokens=max(8, chunk) + spare)
     assert run_all(engine) == expected
 
 
@@ -59,7 +59,7 @@ def test_preemption_changes_nothing(decoder, expected):
 
 
 def test_a_batch_limit_below_the_number_of_requests_changes_nothing(decoder, expected):
-    assert run_all(tiny_engine(decoder, max_seqs=2, max_batch_tokens=9)) == expected
+    assert run_all(tiny_engine(decoder, max_seqs=2, prefill_chunk=9, max_batch_tokens=9)) == expected
 
 
 def test_staggered_arrivals_change_nothing(decoder, expected):
@@ -151,6 +151,24 @@ def test_n_completions_equal_n_single_runs_with_following_seeds(decoder, hot):
         assert reused == [0, 21, 21, 21], "the prompt must be computed once"
 
 
+def test_more_completions_than_sequences_still_share_the_prompt(decoder):
+    engine = tiny_engine(decoder, max_seqs=2)
+    requests = engine.add(prompt(21, seed=5), greedy(6, n=5))
+    collector = drain(engine)
+    assert len({tuple(collector.tokens[r]) for r in requests}) == 1
+    reused = sorted(collector.finished[r].request.num_reused for r in requests)
+    assert reused == [0, 0, 0, 21, 21], "two at a time: every second one copies"
+
+
+def test_completions_take_the_place_of_idle_lanes(decoder):
+    engine, lanes = tiny_engine(decoder, max_seqs=2), Lanes()
+    turn(engine, lanes, prompt(5))
+    requests = engine.add(prompt(21, seed=5), greedy(6, n=2))
+    collector = drain(engine)
+    assert [collector.finished[r].request.num_reused for r in requests] == [0, 21]
+    assert lanes.seq is None
+
+
 def test_siblings_go_on_when_the_request_they_wait_for_is_aborted(decoder):
     engine = tiny_engine(decoder, prefill_chunk=4)
     requests = engine.add(prompt(30), greedy(5, n=3))
@@ -208,6 +226,15 @@ def test_an_impossible_prompt_is_an_error_of_its_own_request(decoder, expected, 
     collector = drain(engine)
     assert collector.reason(bad) == "error"
     assert words in collector.finished[bad].message
+    assert collector.tokens[good] == expected[0]
+
+
+def test_a_bad_token_id_with_a_penalty_is_an_error_too(decoder, expected):
+    engine = tiny_engine(decoder)
+    bad = engine.add([5, 10**6], greedy(repetition_penalty=1.3))[0]
+    good = engine.add(PROMPTS[0], greedy(20))[0]
+    collector = drain(engine)
+    assert "1000000" in collector.finished[bad].message
     assert collector.tokens[good] == expected[0]
 
 
@@ -347,6 +374,80 @@ def test_more_conversations_than_sequences_share_by_least_recent_use(decoder):
     for lanes in all_lanes:
         turn(engine, lanes, prompt(5))
     assert [lanes.seq is None for lanes in all_lanes] == [True, False, False]
+
+
+def test_lanes_are_not_given_up_for_a_request_that_cannot_start_anyway(decoder):
+    engine = tiny_engine(decoder, tiers=TierConfig(hot=hot_bytes(20 * LANES)))
+    lanes = Lanes()
+    first, _ = turn(engine, lanes, prompt(34))
+    (other,) = engine.add(prompt(30, seed=9), greedy(6))
+    collector = Collector()
+    collector.take(engine.step())
+    (request,) = engine.add(prompt(34) + first + prompt(9, seed=3), greedy(4), lanes=lanes)
+    collector.take(engine.step())
+    assert other not in collector.finished
+    drain(engine, collector)
+    assert collector.finished[request].request.num_reused == 34 + len(first) - 1
+
+
+def test_a_failed_turn_does_not_leave_its_lanes_behind(decoder):
+    class Broken:
+        config = decoder.config
+        broken = True
+
+        def forward(self, batch):
+            logits = decoder.forward(batch).clone()
+            return logits.fill_(float("nan")) if self.broken else logits
+
+    model = Broken()
+    engine, lanes = tiny_engine(model), Lanes()
+    (request,) = engine.add(prompt(15), greedy(), lanes=lanes)
+    assert drain(engine).reason(request) == "error"
+    assert (lanes.seq, lanes.token_ids) == (None, [])
+    model.broken = False
+    tokens, later = turn(engine, lanes, prompt(20))
+    assert later.num_reused == 0
+    assert tokens == alone(prompt(20), greedy(6), decoder)
+
+
+def test_dynamic_rope_gives_the_same_ids_with_and_without_reuse():
+    from minikv.models.config import RopeConfig
+
+    rope = RopeConfig("dynamic", factor=4.0, original_context=32)
+    decoder = tiny_decoder(rope=rope, max_context=128)
+    engine, lanes = tiny_engine(decoder), Lanes()
+    first, _ = turn(engine, lanes, prompt(12))
+    short = prompt(12) + first + prompt(5, seed=2)
+    second, request = turn(engine, lanes, short)
+    assert request.num_reused > 0
+    assert second == alone(short, greedy(6), decoder)
+    long = short + second + prompt(30, seed=3)
+    third, request = turn(engine, lanes, long)
+    assert request.num_reused == 0
+    assert third == alone(long, greedy(6), decoder)
+
+
+def test_abandoned_lanes_are_freed_by_the_next_step(decoder):
+    engine, lanes = tiny_engine(decoder), Lanes()
+    turn(engine, lanes, prompt(15))
+    lanes.abandoned = True
+    engine.step()
+    assert engine.store.pool.bytes_in_use == 0
+
+
+def test_a_preempted_and_aborted_turn_leaves_empty_lanes(decoder):
+    engine = tiny_engine(decoder, tiers=TierConfig(hot=hot_bytes(12 * LANES)))
+    lanes = Lanes()
+    first, _ = turn(engine, lanes, prompt(15))
+    (older,) = engine.add(prompt(10, seed=4), greedy(30))
+    (request,) = engine.add(prompt(15) + first + [5], greedy(30), lanes=lanes)
+    collector = Collector()
+    while engine.scheduler.num_preemptions == 0:
+        collector.take(engine.step())
+    engine.abort(request)
+    drain(engine, collector)
+    assert collector.reason(older) == "length"
+    assert (lanes.seq, lanes.token_ids, lanes.busy) == (None, [], False)
 
 
 def test_released_lanes_free_their_pages(decoder):

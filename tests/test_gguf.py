@@ -247,9 +247,7 @@ class TestConfig:
         assert model.config.rope.kind == "llama3"
         assert "rope_freqs.weight" not in model.weights.names()
         plain = inverse_frequencies(normalise_config(hf_config()).rope, 16)
-        torch.testing.assert_close(
-            Rope(model.config.rope, 16, 256).inv_freq, plain / torch.from_numpy(factors)
-        )
+        torch.testing.assert_close(Rope(model.config.rope, 16).inv_freq, plain / torch.from_numpy(factors))
 
     def test_rope_factors_of_the_wrong_number_are_refused(self, tmp_path):
         extra = {"rope_freqs.weight": (np.ones(5, np.float32), Q.F32)}

@@ -165,6 +165,63 @@ def test_chat_renders_the_template_and_takes_one_conversation_or_several(llm):
     assert len(several) == 2
 
 
+def test_ids_of_any_integer_type_are_taken_and_others_refused(llm):
+    import numpy as np
+
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    assert llm.generate([np.array(ids)], SHORT)[0].text == llm.generate(PROMPTS[0], SHORT)[0].text
+    assert "text or a list of token ids" in llm.generate([[5.0]], SHORT)[0].message
+
+
+def test_what_finished_in_a_step_is_given_out_before_progress_is_told(llm):
+    """A caller that ends the run from `on_progress` must not lose finished results."""
+    given, produced = [], 0
+
+    class Enough(Exception):
+        pass
+
+    def stop_at_the_end(count):
+        nonlocal produced
+        produced += count
+        if produced == 8:
+            raise Enough
+
+    jobs = [Job(i, prompt=PROMPTS[0], params=SamplingParams(max_tokens=2, ignore_eos=True)) for i in range(4)]
+    results = llm.run(jobs, on_progress=stop_at_the_end)
+    for _ in range(4):
+        given.append(next(results)[0].key)
+    with pytest.raises(Enough):
+        next(results)
+    assert given == [0, 1, 2, 3]
+
+
+def test_a_stream_that_is_told_to_stop_ends_with_a_result(llm):
+    pieces = []
+    job = Job(0, prompt=PROMPTS[0], params=SamplingParams(max_tokens=50, ignore_eos=True))
+    for piece in llm.stream_job(job, should_stop=lambda: len(pieces) >= 5):
+        pieces.append(piece)
+    result = pieces[-1].result
+    assert result.finish_reason == "abort"
+    assert result.text == "".join(p.text for p in pieces)
+    assert 0 < result.usage.completion_tokens < 10
+    assert result.kv.bytes == result.kv.full_bytes > 0
+
+
+def test_a_model_larger_than_the_free_memory_is_refused(model_dir, monkeypatch):
+    from minikv import ModelError
+
+    monkeypatch.setattr("minikv.llm.available_bytes", lambda: 1000)
+    with pytest.raises(ModelError, match="weights in float32"):
+        LLM(model_dir)
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 def test_jobs_are_read_only_as_fast_as_they_are_served(model_dir):
     taken = 0
 
@@ -193,20 +250,22 @@ def test_every_job_gives_one_result_whatever_is_wrong_with_it(llm):
         Job("bias", prompt="a", params=SamplingParams(logit_bias={10**6: 1.0})),
         Job("empty", prompt=[]),
         Job("ids", prompt=["a"]),
+        Job("deep", messages=[{"role": "user", "content": "x", "extra": nested(900)}]),
         Job("chat", messages=message, params=SHORT),
     ]
     results = {job.key: result for job, result in llm.run(jobs)}
     assert len(results) == len(jobs)
     bad = {key: r.message for key, r in results.items() if r.finish_reason == "error"}
-    assert set(bad) == {"both", "neither", "role", "order", "bias", "empty", "ids"}
+    assert set(bad) == {"both", "neither", "role", "order", "bias", "empty", "ids", "deep"}
     assert "The system message must come first" in bad["order"]
     assert all("\n" not in message for message in bad.values())
 
 
 def test_sixteen_bit_kv_takes_half_the_bytes(model_dir, llm):
     with LLM(model_dir, cache=CacheConfig(kv_dtype="float16"), tiers=TierConfig(hot="8MiB")) as half:
-        assert half.kv_bytes_per_token * 2 == llm.kv_bytes_per_token
-        assert half.generate(PROMPTS, SHORT)[0].finish_reason == "length"
+        small, large = half.generate(PROMPTS, SHORT)[0].kv.bytes, llm.generate(PROMPTS, SHORT)[0].kv.bytes
+        # Positions and masses stay: 8 bytes an entry beside 2 * head_dim values.
+        assert small / large == pytest.approx((2 * 16 * 2 + 8) / (2 * 16 * 4 + 8))
 
 
 def test_the_pool_never_passes_its_ceiling(model_dir):
@@ -226,7 +285,9 @@ def test_the_pool_never_passes_its_ceiling(model_dir):
         ({"threads": 0}, "threads must be"),
         ({"max_context": 10**6}, "context of 2048"),
         ({"max_seqs": 0}, "max_seqs must be"),
-        ({"max_seqs": 600}, "max_batch_tokens"),
+        ({"max_seqs": 600, "max_batch_tokens": 512}, "max_batch_tokens"),
+        ({"prefill_chunk": 600, "max_batch_tokens": 512}, "max_batch_tokens"),
+        ({"tiers": TierConfig(hot="900000TiB")}, "could not be allocated"),
         ({"tiers": TierConfig(hot="1KiB")}, "needs at least"),
     ],
 )
@@ -236,7 +297,15 @@ def test_an_option_that_cannot_be_used_is_one_sentence(model_dir, options, words
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("make", [lambda: CacheConfig(kv_dtype="int3"), lambda: TierConfig(hot="64 bananas")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: CacheConfig(kv_dtype="int3"),
+        lambda: TierConfig(hot="64 bananas"),
+        lambda: TierConfig(hot="9" * 400),
+        lambda: TierConfig(hot=0),
+    ],
+)
 def test_a_wrong_cache_option_is_refused_when_it_is_made(make):
     with pytest.raises(ConfigError):
         make()

@@ -9,9 +9,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from minikv.kernels.reference import rotate
 from minikv.models.config import RopeConfig
 from minikv.models.hf_config import normalise_config
-from minikv.models.rope import Rope, attention_factor, inverse_frequencies, rotate
+from minikv.models.rope import Rope, attention_factor, inverse_frequencies
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
 ROPES = {
@@ -54,7 +55,7 @@ def test_frequencies_and_attention_factor_equal_transformers(name):
 def test_tables_equal_transformers(name):
     peer, ours = both(ROPES.get(name, {"rope_type": "default"}))
     positions = torch.tensor([0, 1, 2, 77, 128, 500, 1023])
-    cos, sin = Rope(ours, 64, 1024).cos_sin(positions)
+    cos, sin = Rope(ours, 64).cos_sin(positions)
     expected_cos, expected_sin = LlamaRotaryEmbedding(peer)(torch.zeros(1), positions[None])
     torch.testing.assert_close(cos, expected_cos[0], rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(sin, expected_sin[0], rtol=1e-5, atol=2e-6)
@@ -65,7 +66,7 @@ def test_dynamic_frequencies_follow_the_length_of_the_sequence(length):
     peer, ours = both({"rope_type": "dynamic", "factor": 2.0}, context=256)
     positions = torch.arange(length)
     expected_cos, expected_sin = LlamaRotaryEmbedding(peer)(torch.zeros(1), positions[None])
-    cos, sin = Rope(ours, 64, 512).cos_sin(positions, torch.full((length,), length))
+    cos, sin = Rope(ours, 64).cos_sin(positions, torch.full((length,), length))
     torch.testing.assert_close(cos, expected_cos[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(sin, expected_sin[0], rtol=1e-4, atol=1e-4)
 
@@ -73,17 +74,17 @@ def test_dynamic_frequencies_follow_the_length_of_the_sequence(length):
 def test_lengths_matter_for_dynamic_only():
     positions, lengths = torch.arange(9), torch.full((9,), 900)
     _, ours = both(YARN)
-    rope = Rope(ours, 64, 1024)
+    rope = Rope(ours, 64)
     assert torch.equal(rope.cos_sin(positions)[0], rope.cos_sin(positions, lengths)[0])
     _, ours = both({"rope_type": "dynamic", "factor": 2.0}, context=256)
-    rope = Rope(ours, 64, 512)
+    rope = Rope(ours, 64)
     assert torch.equal(rope.cos_sin(positions)[0], rope.cos_sin(positions, positions + 1)[0])
     assert not torch.equal(rope.cos_sin(positions)[0], rope.cos_sin(positions, lengths)[0])
 
 
 @pytest.mark.parametrize("kind", ["default", "dynamic"])
 def test_a_token_gets_the_same_bits_in_any_batch(kind):
-    rope = Rope(RopeConfig(kind, factor=2.0, original_context=64), 48, 256)
+    rope = Rope(RopeConfig(kind, factor=2.0, original_context=64), 48)
     positions = torch.arange(200)
     whole = rope.cos_sin(positions)
     for index in range(0, 200, 13):
@@ -103,7 +104,7 @@ def test_stored_frequency_factors_equal_llama3():
 def test_rotation_equals_transformers(dtype):
     torch.manual_seed(0)
     q = torch.randn(5, 3, 16).to(dtype)
-    cos, sin = Rope(RopeConfig(), 16, 64).cos_sin(torch.tensor([0, 3, 9, 33, 63]))
+    cos, sin = Rope(RopeConfig(), 16).cos_sin(torch.tensor([0, 3, 9, 33, 63]))
     expected, _ = apply_rotary_pos_emb(q, q, cos.to(dtype), sin.to(dtype), unsqueeze_dim=1)
     rotated = rotate(q, cos, sin)
     assert rotated.dtype == dtype

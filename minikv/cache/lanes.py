@@ -201,9 +201,13 @@ class LaneStore:
 
     # Counting
 
+    def pages_of(self, seq: int) -> int:
+        """Pages that the sequence holds."""
+        return int(self.num_pages[seq].sum())
+
     def bytes_of(self, seq: int) -> int:
         """Bytes of the pages that the sequence holds."""
-        return int(self.num_pages[seq].sum()) * self.pool.page_bytes
+        return self.pages_of(seq) * self.pool.page_bytes
 
     def check(self) -> None:
         """Re-derive every count; an AssertionError names the first that is wrong."""

@@ -45,7 +45,9 @@ class PagePool:
             self.values = _lazy_zeros(shape, dtype)
             self.log_mass = _lazy_zeros(shape[:2], torch.float32)
             self.positions = _lazy_zeros(shape[:2], torch.int32)
-        except MemoryError as error:
+            self._free = np.ones(num_pages + 1, dtype=bool)
+            self._used_before = np.zeros(num_pages + 1, dtype=bool)
+        except (MemoryError, ValueError, OverflowError) as error:
             total = num_pages * page_bytes(page_size, head_dim, dtype)
             raise ConfigError(
                 f"The KV pool of {total:,} bytes could not be allocated; ask for less with kv_hot."
@@ -55,9 +57,7 @@ class PagePool:
         self.head_dim = head_dim
         self.dtype = dtype
         self.poison = poison
-        self._free = np.ones(num_pages + 1, dtype=bool)
         self._free[0] = False
-        self._used_before = np.zeros(num_pages + 1, dtype=bool)
         self.num_free = num_pages
         self._lowest = 1
 

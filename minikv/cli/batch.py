@@ -52,8 +52,6 @@ def batch(
         requests = stack.enter_context(_open_input(source))
         _check_output(requests, output, known=resume or overwrite)
         file = stack.enter_context(OutputFile(output))
-        if overwrite:
-            file.clear()
         seekable = stat.S_ISREG(os.fstat(requests.fileno()).st_mode)
         if resume and not seekable:
             raise ConfigError("--resume needs an input file that can be read twice, not a pipe.")
@@ -61,7 +59,8 @@ def batch(
         total = _match(done, input_lines(requests, source), source, output) if seekable else None
         if seekable:
             requests.seek(0)
-        _run(model, engine, sampling, file, done, input_lines(requests, source), total)
+        lines = input_lines(requests, source)
+        _run(model, engine, sampling, file, done, lines, total, fresh=overwrite)
 
 
 def _run(
@@ -72,6 +71,8 @@ def _run(
     done: list[DoneLine],
     lines: Iterable[InputLine],
     total: int | None,
+    *,
+    fresh: bool,
 ) -> None:
     from minikv import SamplingParams
 
@@ -80,9 +81,13 @@ def _run(
     stopped = False
     if total is None or total > len(done):
         with load_llm(model, engine, progress=console.stderr_is_terminal()) as llm:
+            if fresh:  # only now: a mistake in the command must not cost the earlier results
+                file.clear()
             with Interrupts() as interrupts, meter:
                 skip = {line.id for line in done}
                 stopped = BatchRun(llm, file, sampling, skip, meter, interrupts).serve(lines)
+    elif fresh:
+        file.clear()
     if stopped:
         again = "" if total is None else " Run it again with --resume to go on."
         console.complain(f"Interrupted after {meter.progress_text()}.{again}")
@@ -94,6 +99,8 @@ def _run(
 
 def _open_input(source: str) -> BinaryIO:
     if source == "-":
+        if sys.stdin is None:
+            raise RequestError("Standard input is closed, so there are no requests to read.")
         return sys.stdin.buffer
     try:
         return open(source, "rb")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from minikv.cli.inputs import encodable
 from minikv.cli.options import RESERVED_ARGS
 from minikv.errors import MinikvError
 
@@ -83,7 +84,7 @@ def read_line(data: bytes, number: int) -> InputLine:
         custom_id = fields.get("custom_id")
         if custom_id is None and not _is_openai(fields):
             custom_id = f"line-{number}"
-        if not isinstance(custom_id, str) or not _encodable(custom_id):
+        if not isinstance(custom_id, str) or not encodable(custom_id):
             custom_id = None
     return InputLine(number, digest, fields, fault, custom_id)
 
@@ -108,14 +109,6 @@ def _no_constant(name: str) -> Any:
 
 def _is_openai(fields: Mapping[str, Any]) -> bool:
     return any(name in fields for name in ("method", "url", "body"))
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def parse_request(line: InputLine, defaults: Mapping[str, Any]) -> BatchRequest:

@@ -88,9 +88,10 @@ class BatchRun:
             )
 
     def _answer(self, key: _Key, result: Result) -> None:
-        if result.finish_reason == "error":
-            self._fail(key.line, "request_failed", result.message or "The request failed.")
-            return
+        for choice in result.choices or (result,):
+            if choice.finish_reason == "error":
+                self._fail(key.line, "request_failed", choice.message or "The request failed.")
+                return
         body = success_line(
             key.line, result, chat=key.chat, model=self.llm.name, tokenizer=self.llm.tokenizer
         )

@@ -66,7 +66,8 @@ def _answer(session: ChatSession, message: str, params: SamplingParams) -> None:
 
 
 def _converse(state: ChatState) -> None:
-    state.say(_banner(state.llm))
+    if console.stderr_is_terminal():
+        state.say(_banner(state.llm))
     while True:
         try:
             line = state.read_line("> ")

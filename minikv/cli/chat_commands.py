@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minikv.cli.chat_state import ChatState, summary
-from minikv.cli.inputs import read_text_file
+from minikv.cli.inputs import encodable, read_text_file, user_path
 from minikv.cli.options import CHAT_SAMPLING, parse_value
 from minikv.cli.transcript import load_transcript, save_transcript
 from minikv.config import format_size
@@ -73,6 +73,8 @@ def _system(state: ChatState, argument: str) -> None:
     if not argument:
         state.say(f"System message: {current[0]}" if current else "There is no system message.")
         return
+    if not encodable(argument):
+        raise ConfigError("The system message holds bytes that are not UTF-8 text.")
     state.session.set_system(None if argument == "none" else argument)
     state.say("The system message is removed." if argument == "none" else "The system message is set.")
 
@@ -160,7 +162,7 @@ def _kv(state: ChatState, argument: str) -> None:
     if tokens == 0:
         state.say("The KV cache of this conversation is empty.")
         return
-    full = tokens * per_token
+    full = state.llm.full_kv_bytes(tokens)
     state.say(
         f"{format_size(session.kv_bytes)} held for {tokens:,} tokens; the full cache of them is "
         f"{format_size(full)} ({per_token:,} bytes per token, {state.llm.kv_dtype})."
@@ -205,7 +207,7 @@ def _exit(state: ChatState, argument: str) -> None:
 
 def _path(argument: str) -> Path:
     quoted = len(argument) > 1 and argument[0] == argument[-1] and argument[0] in "\"'"
-    return Path(argument[1:-1] if quoted else argument).expanduser()
+    return user_path(argument[1:-1] if quoted else argument)
 
 
 COMMANDS: dict[str, Command] = {

@@ -17,7 +17,7 @@ from minikv.cli.options import ENGINE, SAMPLING, TEMPLATE, load_llm, takes
 from minikv.cli.streaming import follow
 from minikv.config import format_size
 from minikv.errors import ConfigError, RequestError, TemplateError
-from minikv.results import KVUsage, Result, Timings, Usage
+from minikv.results import Result
 
 if TYPE_CHECKING:
     from minikv import LLM, Job
@@ -113,21 +113,10 @@ def _complete_json(llm: LLM, job: Job, interrupts: Interrupts) -> Result:
 
 def _stream(llm: LLM, job: Job, interrupts: Interrupts, emit: Callable[[str], object] | None) -> Result:
     """The result of one completion; after Ctrl-C, what there is, with finish reason `abort`."""
-    with closing(llm.stream_job(job)) as pieces:
-        streamed = follow(pieces, interrupts, emit)
-        if streamed.result is not None:
-            return streamed.result
-        held = llm.kv_bytes_in_use
-    prompt, count = len(llm.encode_job(job)), len(streamed.token_ids)
-    prefill = streamed.seconds if streamed.first_token_s is None else streamed.first_token_s
-    return Result(
-        text=streamed.text,
-        token_ids=streamed.token_ids,
-        finish_reason="abort",
-        usage=Usage(prompt_tokens=prompt, completion_tokens=count),
-        kv=KVUsage(bytes=held, full_bytes=(prompt + count) * llm.kv_bytes_per_token),
-        timings=Timings(llm.load_seconds, prefill, streamed.seconds - prefill),
-    )
+    with closing(llm.stream_job(job, lambda: interrupts.requested)) as pieces:
+        result = follow(pieces, None, emit).result
+    assert result is not None
+    return result
 
 
 def _all_choices(llm: LLM, job: Job, interrupts: Interrupts) -> Result:
@@ -139,8 +128,9 @@ def _all_choices(llm: LLM, job: Job, interrupts: Interrupts) -> Result:
 
     with closing(llm.run([job], on_progress=check)) as results:
         _, result = next(results)
-    if result.finish_reason == "error":
-        raise RequestError(result.message or "The request failed.")
+    failed = next((choice for choice in result.choices or (result,) if choice.finish_reason == "error"), None)
+    if failed is not None:
+        raise RequestError(failed.message or "The request failed.")
     return result
 
 

@@ -87,7 +87,7 @@ ENGINE = (
     Option("threads", "int", "CPU threads."),
     Option("max_seqs", "int", "Sequences that hold KV at once.", "16"),
     Option("prefill_chunk", "int", "Most prompt tokens of one sequence per step.", "512"),
-    Option("max_batch_tokens", "int", "Most tokens per step, all sequences together.", "512"),
+    Option("max_batch_tokens", "int", "Most tokens per step, all sequences together."),
     *SOURCE,
 )
 TEMPLATE = (
@@ -164,7 +164,7 @@ def parse_value(option: Option, text: str) -> Any:
     text = text.strip() if option.kind != "texts" else text
     try:
         return _PARSERS[option.kind](text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{option.name} must be {_EXPECTED[option.kind]}, not {text!r}.") from None
 
 

@@ -33,7 +33,7 @@ class Streamed:
 
 
 def follow(
-    pieces: Iterator[StreamPiece], interrupts: Interrupts, emit: Callable[[str], object] | None
+    pieces: Iterator[StreamPiece], interrupts: Interrupts | None, emit: Callable[[str], object] | None
 ) -> Streamed:
     """Pass each new text to `emit` and gather the rest.
 
@@ -53,6 +53,6 @@ def follow(
             if emit is not None:
                 emit(piece.text)
         result = piece.result
-        if result is not None or interrupts.requested:
+        if result is not None or (interrupts is not None and interrupts.requested):
             break
     return Streamed("".join(texts), tuple(token_ids), result, first, time.perf_counter() - start)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from minikv.cli.console import reason
+from minikv.cli.inputs import encodable
 from minikv.errors import SessionError
 
 FORMAT = "minikv-conversation"
 VERSION = 1
+_LARGEST_FILE = 64 << 20  # a device must not be read for ever
 ROLES = ("system", "user", "assistant")
 
 
@@ -37,6 +39,10 @@ def save_transcript(path: Path, messages: Sequence[dict[str, str]], model: str) 
         except BaseException:
             os.unlink(temporary)
             raise
+    except UnicodeError:
+        raise SessionError(
+            f"Cannot save to {path}: the conversation holds bytes that are not text."
+        ) from None
     except OSError as error:
         raise SessionError(f"Cannot save to {path}: {reason(error)}.") from None
 
@@ -47,7 +53,8 @@ def load_transcript(path: Path) -> tuple[list[dict[str, str]], str]:
     Everything is checked before anything is returned. Raises SessionError.
     """
     try:
-        body = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            body = json.loads(file.read(_LARGEST_FILE))
     except OSError as error:
         raise SessionError(f"Cannot read {path}: {reason(error)}.") from None
     except (ValueError, RecursionError):
@@ -73,17 +80,8 @@ def _fault(messages: Any) -> str | None:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             return f"message {index + 1} needs a role of {', '.join(ROLES)}"
         content = message.get("content")
-        if not isinstance(content, str) or not _encodable(content):
+        if not isinstance(content, str) or not encodable(content):
             return f"message {index + 1} has no text"
         if message["role"] == "system" and index > 0:
             return f"message {index + 1} is a system message, which can only come first"
     return None
-
-
-def _encodable(text: str) -> bool:
-    """False for text with half of a surrogate pair, which JSON can write but UTF-8 cannot hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

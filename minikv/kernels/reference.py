@@ -25,10 +25,7 @@ class ReferenceBackend:
     def rotate_and_write(self, qkv: Tensor, batch: Batch, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionBackend.rotate_and_write`."""
         kv_heads = batch.slots.shape[1]
-        rotated = qkv[:, : qkv.shape[1] - kv_heads]
-        half = qkv.shape[-1] // 2
-        turned = torch.cat((-rotated[..., half:], rotated[..., :half]), dim=-1)
-        rotated = rotated * batch.cos[:, None] + turned * batch.sin[:, None]
+        rotated = rotate(qkv[:, : qkv.shape[1] - kv_heads], batch.cos, batch.sin)
         q, k = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
         v = qkv[:, -kv_heads:]
         k, v = k.to(batch.pool.dtype), v.to(batch.pool.dtype)
@@ -55,6 +52,14 @@ class ReferenceBackend:
                 out[rows, heads] = torch.softmax(scores, dim=-1) @ values
                 lse[rows, heads] = torch.logsumexp(scores, dim=-1)
         return out.to(q.dtype), lse.to(q.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, head_dim] by cos, sin [T, head_dim]; pair i is (i, i + head_dim / 2)."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None, :half].to(x.dtype), sin[:, None, :half].to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def _lane(batch: Batch, sequence: int, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor]:

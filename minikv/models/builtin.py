@@ -63,7 +63,7 @@ BUILTIN: Mapping[str, BuiltinModel] = MappingProxyType(
 def model_cache_dir() -> Path:
     """$MINIKV_HOME, or ~/.cache/minikv; fetched models lie in `models` below it."""
     home = os.environ.get("MINIKV_HOME")
-    return Path(home).expanduser() if home else Path.home() / ".cache" / "minikv"
+    return Path(os.path.expanduser(home or "~/.cache/minikv"))
 
 
 def fetch_builtin(name: str, model: BuiltinModel, *, offline: bool = False, progress: bool = False) -> Path:

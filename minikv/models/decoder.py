@@ -39,7 +39,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: WeightSource, backend: AttentionBackend):
         self.config = config
         self.backend = backend
-        self.rope = Rope(config.rope, config.head_dim, config.max_context)
+        self.rope = Rope(config.rope, config.head_dim)
         self.embedding = weights.embedding()
         self.layers = [_load_layer(config, weights, index) for index in range(config.num_layers)]
         self.norm = weights.load("model.norm.weight")

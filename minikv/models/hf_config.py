@@ -138,7 +138,9 @@ def _refuse_sliding_window(fields: Fields, architecture: Architecture, num_layer
     else:
         first = fields.integer("max_window_layers", 0 if architecture == "llama" else 28, least=0)
         slides = first < num_layers
-    if slides and fields.integer("sliding_window", context) < context:
+    # A Qwen config that asks for a window without saying how long means the family's 4,096.
+    default = context if architecture == "llama" else 4096
+    if slides and fields.integer("sliding_window", default) < context:
         fields.refuse("sliding_window", f"but a window shorter than the context ({context}) is not supported")
 
 

@@ -17,7 +17,7 @@ FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "model.safetensors",
     "model.safetensors.index.json",
     "model-*-of-*.safetensors",

@@ -17,15 +17,13 @@ from minikv.models.config import RopeConfig
 class Rope:
     """cos and sin of one model's rotary embedding, with the yarn attention factor folded in.
 
-    `max_context` is the longest sequence the caller will ask for; every RoPE type computes its
-    rows on demand, so nothing of that size is held.
+    Every RoPE type computes its rows on demand: no table of the context's size is held.
     """
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_context: int) -> None:
-        assert head_dim % 2 == 0 and max_context > 0
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        assert head_dim % 2 == 0
         self.config = rope
         self.head_dim = head_dim
-        self.max_context = max_context
         self.inv_freq = inverse_frequencies(rope, head_dim)
         self.attention_factor = attention_factor(rope)
 
@@ -55,14 +53,6 @@ class Rope:
         stretch = lengths.double().clamp(min=rope.original_context) / rope.original_context
         base = rope.theta * (rope.factor * stretch - (rope.factor - 1)) ** (dim / (dim - 2))
         return (base[:, None] ** -_exponents(dim).to(lengths.device).double()).float()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, head_dim] by cos, sin [T, head_dim]; pair i is (i, i + head_dim / 2)."""
-    half = x.shape[-1] // 2
-    cos, sin = cos[:, None, :half].to(x.dtype), sin[:, None, :half].to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -6,6 +6,7 @@ order built-in, local, Hub.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -71,7 +72,7 @@ def resolve_model(
         return ModelFiles(
             name, fetch_builtin(name, BUILTIN[name], offline=offline, progress=progress), "gguf"
         )
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if name.strip() and _exists(path):
         _refuse_revision(name, revision)
         return ModelFiles(name, path, _kind_on_disk(path))
@@ -83,6 +84,8 @@ def resolve_model(
             f"or a built-in name ({', '.join(BUILTIN)})."
         )
     snapshot = fetch_from_hub(name, revision=revision, offline=offline, progress=progress)
+    if not snapshot.is_dir():
+        raise ModelError(f"{name} holds none of the files of a safetensors model, so it cannot be used.")
     return ModelFiles(name, snapshot, _kind_on_disk(snapshot))
 
 

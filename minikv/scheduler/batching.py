@@ -39,7 +39,7 @@ def build_batch(store: LaneStore, plan: list[Scheduled]) -> Batch:
         row_starts=row_starts.tolist(),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         slots=_tensor(np.concatenate(slots, axis=-1)),
-        lane_pages=_tensor(store.pages[seqs][..., :in_use]),
+        lane_pages=_tensor(store.pages[seqs, :, :, :in_use]),
         past_lengths=_tensor(lengths),
         has_mass=store.has_mass[seqs].tolist(),
     )

@@ -22,12 +22,14 @@ class Lanes:
     """Lanes that outlive a request, so that the next turn of a conversation can go on from them.
 
     `seq` is the open sequence, or None when it was never filled or has been reclaimed for others:
-    the tokens are then computed again. `token_ids` are those whose keys and values it holds.
+    the tokens are then computed again. `token_ids` are those whose keys and values it holds; both
+    are empty while a request uses the lanes (`busy`). Abandoned lanes are freed by the next step.
     """
 
     seq: int | None = None
     token_ids: list[int] = field(default_factory=list)
     busy: bool = False
+    abandoned: bool = False
 
 
 @dataclass(eq=False)

@@ -26,10 +26,13 @@ class Scheduled:
 class Scheduler:
     """Decides; the engine computes. Holds every request that is not finished."""
 
-    def __init__(self, store: LaneStore, max_batch_tokens: int, prefill_chunk: int):
+    def __init__(
+        self, store: LaneStore, max_batch_tokens: int, prefill_chunk: int, reuse_limit: int | None = None
+    ):
         self.store = store
         self.max_batch_tokens = max_batch_tokens
         self.prefill_chunk = prefill_chunk
+        self.reuse_limit = reuse_limit  # longest prompt that may go on from lanes kept earlier
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.idle: list[Lanes] = []  # least recently used first
@@ -64,7 +67,7 @@ class Scheduler:
                     budget -= count
         return list(planned.values())
 
-    def finish(self, request: Request, keep_lanes: bool = True) -> None:
+    def finish(self, request: Request, keep_lanes: bool) -> None:
         """Take a request out of every queue. Its lanes go idle if a conversation holds them and
         `keep_lanes`, else their pages are freed."""
         if request.state is State.RUNNING:
@@ -85,21 +88,31 @@ class Scheduler:
 
     def release(self, lanes: Lanes) -> None:
         """Free idle lanes; the conversation computes its tokens again if it goes on."""
+        lanes.token_ids = []
         if lanes.seq is not None:
             self.idle.remove(lanes)
             self.store.close(lanes.seq)
-            lanes.seq, lanes.token_ids = None, []
+            lanes.seq = None
 
-    def siblings_of(self, leader: Request) -> list[Request]:
-        """Waiting requests that share the leader's prompt."""
-        return [r for r in self.waiting if r.leader is leader]
+    def fork_siblings(self, leader: Request) -> list[Request]:
+        """Start the waiting siblings (n > 1) of a request whose prompt is computed on copies of its
+        lanes, as far as there is room; of the others the first leads the rest."""
+        started = []
+        siblings = [r for r in self.waiting if r.leader is leader]
+        for place, sibling in enumerate(siblings):
+            if not self._fork(leader, sibling):
+                for follower in siblings[place + 1 :]:
+                    follower.leader = sibling
+                break
+            started.append(sibling)
+        return started
 
-    def fork(self, leader: Request, sibling: Request) -> bool:
-        """Start a sibling on a copy of the leader's lanes; False when there is no room for it."""
+    def _fork(self, leader: Request, sibling: Request) -> bool:
         assert leader.seq is not None
-        seq = self.store.fork(leader.seq)
-        if seq is None:
-            return False
+        while (seq := self.store.fork(leader.seq)) is None:
+            if not self.idle:
+                return False
+            self._reclaim(self.idle[0])
         self.waiting.remove(sibling)
         sibling.seq, sibling.num_computed = seq, leader.num_computed
         sibling.num_reused = sibling.num_prompt
@@ -110,6 +123,8 @@ class Scheduler:
     # Admission
 
     def _admit(self) -> None:
+        for lanes in [lanes for lanes in self.idle if lanes.abandoned]:
+            self.release(lanes)
         for request in list(self.waiting):
             if request.waits_for_leader:
                 continue
@@ -130,6 +145,7 @@ class Scheduler:
             self.idle.remove(lanes)
             request.seq, lanes.seq = lanes.seq, None
             request.num_computed = request.num_reused = len(lanes.token_ids)
+            lanes.token_ids = []
         else:
             request.seq = self.store.open()
         self._run(request)
@@ -140,23 +156,27 @@ class Scheduler:
 
     def _make_room(self, request: Request) -> bool:
         """Whether the whole of the request's tokens, what running prompts still need and a page per
-        lane of each running sequence fit the pool; idle lanes of others are reclaimed for it, at
-        last its own."""
+        lane of each running sequence fit the pool. Idle lanes of others are reclaimed for it, but
+        only if that is enough."""
         self._cut_to_common_prefix(request)
-        promised = sum(
+        needed = self._pages_to_start(request) + self.store.num_lanes * len(self.running)
+        needed += sum(
             self.store.pages_missing(r.seq, r.num_remaining)
             for r in self.running
             if r.seq is not None and r.num_remaining > 1
         )
-        promised += self.store.num_lanes * len(self.running)
-        while True:
-            own = request.lanes is not None and request.lanes.seq is not None
-            has_sequence = own or self.store.num_free_seqs > 0
-            if has_sequence and self.store.pool.num_free >= promised + self._pages_to_start(request):
-                return True
-            if not self.idle:
-                return False
-            self._reclaim(spare=request.lanes)
+        own = request.lanes is not None and request.lanes.seq is not None
+        others = [lanes for lanes in self.idle if lanes is not request.lanes]
+        reclaimable = sum(self.store.pages_of(lanes.seq) for lanes in others if lanes.seq is not None)
+        if self.store.pool.num_free + reclaimable < needed:
+            return False
+        if not (own or self.store.num_free_seqs or others):
+            return False
+        for lanes in others:
+            if self.store.pool.num_free >= needed and (own or self.store.num_free_seqs):
+                break
+            self._reclaim(lanes)
+        return True
 
     def _pages_to_start(self, request: Request) -> int:
         lanes = request.lanes
@@ -171,6 +191,8 @@ class Scheduler:
             return
         # The last token is always computed: its logits are wanted.
         common = _common_prefix(lanes.token_ids, request.tokens[:-1])
+        if self.reuse_limit is not None and request.num_prompt > self.reuse_limit:
+            common = 0
         if common < len(lanes.token_ids):
             self.store.truncate(lanes.seq, common)
             del lanes.token_ids[common:]
@@ -182,7 +204,7 @@ class Scheduler:
         assert request.seq is not None
         while not self.store.reserve(request.seq, count):
             if self.idle:
-                self._reclaim()
+                self._reclaim(self.idle[0])
                 continue
             victim = self.running[-1]
             if victim is request:
@@ -197,9 +219,8 @@ class Scheduler:
             self._preempt(victim, planned)
         return True
 
-    def _reclaim(self, spare: Lanes | None = None) -> None:
-        """Free the least recently used idle lanes, `spare` only when there are no others."""
-        self.release(next((lanes for lanes in self.idle if lanes is not spare), self.idle[0]))
+    def _reclaim(self, lanes: Lanes) -> None:
+        self.release(lanes)
         self.num_reclaimed += 1
 
     def _preempt(self, request: Request, planned: dict[int, Scheduled]) -> None:

@@ -68,10 +68,17 @@ def _flatten_content(content: Any, number: int) -> str:
 
 
 def plain_data(value: Any, where: str) -> Any:
-    """A copy of JSON-like data made of built-in types only.
+    """A copy of JSON-like data made of built-in types only. Raises RequestError for anything else.
 
     Templates come with the model and are not trusted: they must not meet an object with methods.
     """
+    try:
+        return _plain_data(value, where)
+    except RecursionError as error:
+        raise RequestError(f"The chat template cannot be given {where}: it is nested too deeply.") from error
+
+
+def _plain_data(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -81,8 +88,8 @@ def plain_data(value: Any, where: str) -> Any:
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
     if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
-        return {plain_data(key, where): plain_data(item, where) for key, item in value.items()}
+        return {_plain_data(key, where): _plain_data(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_data(item, where) for item in value]
+        return [_plain_data(item, where) for item in value]
     shown = repr(value) if isinstance(value, float) else f"a value of type {type(value).__name__}"
     raise RequestError(f"The chat template can only be given plain JSON data, but {where} holds {shown}.")

@@ -24,7 +24,7 @@ from minikv.errors import TemplateError
 from minikv.text.messages import normalise_messages, plain_data
 
 _RESERVED = ("messages", "raise_exception", "strftime_now")
-_QUOTED_WORD = re.compile(r"""["']([A-Za-z_]+)["']""")
+_COMPARED_WORD = re.compile(r"""[=!]=\s*["']([A-Za-z_]+)["']""")
 
 
 class ChatTemplate:
@@ -50,8 +50,8 @@ class ChatTemplate:
         for name in _RESERVED:
             if name in variables:
                 raise TemplateError(f"The chat template argument {name!r} is reserved and cannot be set.")
-        # A role that the template itself mentions is one it knows how to render.
-        plain = normalise_messages(messages, _QUOTED_WORD.findall(self.source))
+        # A role that the template itself compares with is one it knows how to render.
+        plain = normalise_messages(messages, _COMPARED_WORD.findall(self.source))
         data: dict[str, Any] = {"tools": None, "documents": None, **special_tokens}
         data.update((name, plain_data(value, name)) for name, value in variables.items())
         compiled = self._compiled
