@@ -1,0 +1,63 @@
+# `make demo` and `make test` work in a fresh clone: they make .venv and install the package.
+# Stamp files keep a second run from installing again.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BENCH_VENV := .venv-bench
+PIP := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format bench-env bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(VENV)/.base ## fetch the default model and let it answer two questions about a text
+	$(VENV)/bin/minikv pull smollm2-135m
+	$(VENV)/bin/python examples/demo.py
+
+test: $(VENV)/.test ## run the tests (ARGS="-k chat" chooses some)
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-all: $(VENV)/.test ## the tests and those marked slow
+	$(VENV)/bin/python -m pytest -m "not gpu" $(ARGS)
+
+lint: $(VENV)/.test ## check style, format and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+format: $(VENV)/.test ## rewrite the sources in the project's format
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench-env: $(BENCH_VENV)/.bench ## make the benchmarks' own environment
+
+bench: $(BENCH_VENV)/.bench ## measure against transformers (ARGS="--quick" for a short run)
+	$(BENCH_VENV)/bin/python benchmarks/bench_engine.py $(ARGS)
+
+clean: ## remove the environments and everything built
+	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+%/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "minikv needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(@D)
+	touch $@
+
+$(VENV)/.base: pyproject.toml constraints.txt $(VENV)/.created
+	@echo "Installing minikv and what it needs into $(VENV); the first time takes some minutes."
+	$(VENV)/bin/python $(PIP) --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(VENV)/bin/python $(PIP) --editable '.[test]'
+	touch $@
+
+$(BENCH_VENV)/.bench: pyproject.toml constraints.txt $(BENCH_VENV)/.created
+	$(BENCH_VENV)/bin/python $(PIP) --editable '.[bench]'
+	touch $@
+
+.PRECIOUS: %/.created
