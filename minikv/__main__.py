@@ -1,6 +1,6 @@
 """`python -m minikv` is the `minikv` command."""
 
-from minikv.cli.app import main
+from minikv.cli.entry import main
 
 if __name__ == "__main__":
     main()

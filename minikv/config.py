@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from minikv.errors import ConfigError
+from minikv.errors import ConfigError, shown
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*$", re.IGNORECASE)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -18,17 +18,17 @@ def parse_size(value: str | int, option: str = "size") -> int:
     """Bytes of `"64MiB"`, `"64MB"`, `"1.5G"` or a plain number; powers of 1024 for i-units and
     bare letters, of 1000 for `kB`, `MB`, `GB`, `TB`."""
     if isinstance(value, bool) or (isinstance(value, int) and value <= 0):
-        raise ConfigError(f"{option} must be a positive number of bytes, not {value!r}.")
-    if isinstance(value, int):
+        raise ConfigError(f"{option} must be a positive number of bytes, not {shown(value)}.")
+    if isinstance(value, int) and value < 2**62:
         return value
     match = _SIZE.match(value) if isinstance(value, str) else None
     if not match:
-        raise ConfigError(f'{option} must look like "64MiB", "2GB" or a number of bytes, not {value!r}.')
+        raise ConfigError(f'{option} must look like "64MiB", "2GB" or a number of bytes, not {shown(value)}.')
     number, letter, binary, b = match.groups()
     base = 1000 if letter and b and not binary else 1024
     size = float(number) * base ** _POWER[letter.lower()]
     if not 1 <= size < 2**62:
-        raise ConfigError(f"{option} must be at least one byte and less than 4 EiB, not {value!r}.")
+        raise ConfigError(f"{option} must be at least one byte and less than 4 EiB, not {shown(value)}.")
     return int(size)
 
 
@@ -43,7 +43,7 @@ def format_size(count: float) -> str:
 
 def _positive(option: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{option} must be a whole number of at least 1, not {value!r}.")
+        raise ConfigError(f"{option} must be a whole number of at least 1, not {shown(value)}.")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if self.kv_dtype not in KV_DTYPES:
-            raise ConfigError(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}.")
+            raise ConfigError(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, not {shown(self.kv_dtype)}.")
         if self.page_size is not None:
             _positive("page_size", self.page_size)
 

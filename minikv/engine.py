@@ -7,8 +7,10 @@ request. Every request ends in exactly one FinishEvent, whatever happens to it.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -68,6 +70,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._events: list[Event] = []
         self._next_id = 0
+        self._in_use = threading.Lock()
 
     @property
     def has_work(self) -> bool:
@@ -84,6 +87,10 @@ class Engine:
         with an error event at the next step instead of raising.
         """
         params = params or SamplingParams()
+        with self._one_thread():
+            return self._add(token_ids, params, lanes)
+
+    def _add(self, token_ids: Sequence[int], params: SamplingParams, lanes: Lanes | None) -> list[int]:
         if lanes is not None and (lanes.busy or params.n > 1):
             what = "serve one request at a time" if lanes.busy else "cannot be shared by n > 1 completions"
             raise ConfigError(f"The lanes of a conversation {what}.")
@@ -121,6 +128,10 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Compute one batch. Returns the events since the last step, oldest first."""
+        with self._one_thread():
+            return self._step()
+
+    def _step(self) -> list[Event]:
         plan = self.scheduler.plan()
         for request, message in self.scheduler.exhausted:
             self._finish(request, "context", message)
@@ -131,6 +142,15 @@ class Engine:
             self.store.check()
         events, self._events = self._events, []
         return events
+
+    @contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        if not self._in_use.acquire(blocking=False):
+            raise ConfigError("This engine is in use by another thread; use it from one thread at a time.")
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     # Inside a step
 

@@ -23,3 +23,12 @@ class RequestError(MinikvError):
 
 class SessionError(MinikvError):
     """A conversation file cannot be read or written."""
+
+
+def shown(value: object) -> str:
+    """`repr` cut to what a sentence can hold, for messages that quote a user's value."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number with too many digits, a structure too deep
+        return f"a value of type {type(value).__name__} that is too large to show"
+    return text if len(text) <= 100 else f"{text[:80]}..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 
 from minikv.config import CacheConfig, EngineConfig, TierConfig, format_size
 from minikv.engine import Engine
-from minikv.errors import ConfigError, MinikvError, ModelError, RequestError
+from minikv.errors import ConfigError, MinikvError, ModelError, RequestError, shown
 from minikv.kernels.backend import choose_backend
 from minikv.memory import available_bytes
 from minikv.models.decoder import Decoder
@@ -27,7 +28,16 @@ from minikv.scheduler.request import FinishEvent, Lanes
 from minikv.session import ChatSession, Pieces
 
 Prompt = str | Sequence[int]
+MAX_THREADS = 256
 Message = Mapping[str, Any]
+
+
+class _NoMore:
+    """The end of the jobs."""
+
+
+_NO_MORE = _NoMore()
+_IDLE_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "smollm2-135m",
+        model: str | os.PathLike[str] = "smollm2-135m",
         *,
         cache: CacheConfig | None = None,
         tiers: TierConfig | None = None,
@@ -77,16 +87,22 @@ class LLM:
         progress: bool = False,
     ):
         started = time.perf_counter()
+        if not isinstance(model, str | os.PathLike):
+            raise ConfigError(f"model must be a name or a path, not {shown(model)}.")
         cache, tiers = cache or CacheConfig(), tiers or TierConfig()
         config = EngineConfig(
             max_seqs, max_batch_tokens, prefill_chunk, max_context, cache=cache, tiers=tiers
         )
         kernels, self.backend_reason = choose_backend(backend, device)
         if threads is not None:
-            if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-                raise ConfigError(f"threads must be a whole number of at least 1, not {threads!r}.")
+            if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
+                raise ConfigError(
+                    f"threads must be a whole number from 1 to {MAX_THREADS}, not {shown(threads)}."
+                )
             torch.set_num_threads(threads)
-        opened = open_model(resolve_model(model, revision=revision, offline=offline, progress=progress))
+        opened = open_model(
+            resolve_model(os.fspath(model), revision=revision, offline=offline, progress=progress)
+        )
         _check_memory(opened)
         dtype = torch.float32 if cache.kv_dtype == "auto" else getattr(torch, cache.kv_dtype)
         try:
@@ -167,6 +183,8 @@ class LLM:
 
         A request that cannot be served is a Result with finish_reason `error`; the others finish.
         """
+        if not hasattr(prompts, "__iter__"):
+            raise ConfigError(f"prompts must be text, token ids or a list of either, not {shown(prompts)}.")
         listed = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[arg-type]
         return self._run_in_order([{"prompt": prompt} for prompt in listed], params)
 
@@ -211,10 +229,11 @@ class LLM:
         return self.stream_ids(self.encode_chat(messages, **template_kwargs), params)
 
     def run(
-        self, jobs: Iterable[Job], on_progress: Callable[[int], None] | None = None
+        self, jobs: Iterable[Job | None], on_progress: Callable[[int], None] | None = None
     ) -> Generator[tuple[Job, Result], None, None]:
         """Serve jobs from an iterable, read only as fast as they are served; results come as they
-        finish. `on_progress` gets the number of tokens produced by each step. Closing the iterator
+        finish. A None among the jobs says that none is there yet, and the run goes on with those it
+        has. `on_progress` gets the number of tokens produced by each step. Closing the iterator
         aborts what is unfinished."""
         waiting = iter(jobs)
         open_jobs: dict[int, tuple[Job, list[int]]] = {}
@@ -222,15 +241,19 @@ class LLM:
         try:
             while more or open_jobs:
                 while more and len(open_jobs) < 2 * self.engine.config.max_seqs:
-                    job = next(waiting, None)
-                    if job is None:
+                    job = next(waiting, _NO_MORE)
+                    if isinstance(job, _NoMore):
                         more = False
+                        break
+                    if job is None:
                         break
                     try:
                         ids = self._submit(self.encode_job(job), job.params, None, job.messages is None)
                         open_jobs[ids[0]] = (job, ids)
                     except MinikvError as error:
                         yield job, Result("", (), "error", message=str(error))
+                if more and not open_jobs:
+                    time.sleep(_IDLE_SECONDS)
                 produced = self._pump()
                 for first, (job, ids) in list(open_jobs.items()):
                     if all(self._outputs[i].result is not None for i in ids):
@@ -268,7 +291,9 @@ class LLM:
         try:
             return [index(i) for i in prompt]
         except TypeError as error:
-            raise RequestError("A prompt must be text or a list of token ids.") from error
+            raise RequestError(
+                f"A prompt must be text or a list of token ids, not {shown(prompt)}."
+            ) from error
 
     def encode_chat(self, messages: Sequence[Message], /, **template_kwargs: Any) -> list[int]:
         """Ids of a conversation rendered for the assistant's next turn."""
@@ -379,6 +404,9 @@ class LLM:
             listed = [params or SamplingParams()] * len(work)
         else:
             listed = list(params)
+        for entry in listed:
+            if not isinstance(entry, SamplingParams):
+                raise ConfigError(f"params must be SamplingParams, not {shown(entry)}.")
         if len(listed) != len(work):
             raise ConfigError(f"{len(work)} prompts need as many sampling parameters, not {len(listed)}.")
         jobs = deque(Job(i, params=p, **w) for i, (p, w) in enumerate(zip(listed, work, strict=True)))

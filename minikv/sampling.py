@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minikv.errors import ConfigError, RequestError
+from minikv.errors import ConfigError, RequestError, shown
 from minikv.results import TokenLogprob
 
 MAX_COMPLETIONS = 128
@@ -73,14 +73,14 @@ class SamplingParams:
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_whole("n", self.n, 1)
         if self.n > MAX_COMPLETIONS:
-            raise ConfigError(f"n must be at most {MAX_COMPLETIONS}, not {self.n}.")
+            raise ConfigError(f"n must be at most {MAX_COMPLETIONS}, not {shown(self.n)}.")
         for name, low in (("seed", 0), ("logprobs", 0), ("max_tokens", 1)):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), low, hint=" or None")
         if self.seed is not None and self.seed >= 2**63:
-            raise ConfigError(f"seed must be below 2**63, not {self.seed}.")
+            raise ConfigError(f"seed must be below 2**63, not {shown(self.seed)}.")
         if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos must be true or false, not {self.ignore_eos!r}.")
+            raise ConfigError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}.")
         # Copies, so that the caller's lists cannot change a frozen object.
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         object.__setattr__(self, "stop", _checked_stops(self.stop))
@@ -291,17 +291,19 @@ def _check_number(name: str, value: Any, low: float, high: float, above_low: boo
     valid = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
     if not valid or (above_low and value == low):
         lower = "above" if above_low else "of at least"
-        raise ConfigError(f"{name} must be a number {lower} {low:g} and at most {high:g}, not {value!r}.")
+        raise ConfigError(
+            f"{name} must be a number {lower} {low:g} and at most {high:g}, not {shown(value)}."
+        )
 
 
 def _check_whole(name: str, value: Any, low: int, hint: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} must be a whole number of at least {low}{hint}, not {value!r}.")
+        raise ConfigError(f"{name} must be a whole number of at least {low}{hint}, not {shown(value)}.")
 
 
 def _checked_bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
-        raise ConfigError(f"logit_bias must map token ids to numbers, not be {bias!r}.")
+        raise ConfigError(f"logit_bias must map token ids to numbers, not be {shown(bias)}.")
     for token_id, value in bias.items():
         _check_whole("A token id in logit_bias", token_id, 0)
         _check_number(f"logit_bias[{token_id}]", value, -1e9, 1e9)
@@ -311,7 +313,7 @@ def _checked_bias(bias: Any) -> dict[int, float]:
 def _checked_stops(stops: Any) -> tuple[str, ...]:
     listed = (stops,) if isinstance(stops, str) else stops
     if not isinstance(listed, Sequence) or not all(isinstance(stop, str) for stop in listed):
-        raise ConfigError(f"stop must be a string or a list of strings, not {stops!r}.")
+        raise ConfigError(f"stop must be a string or a list of strings, not {shown(stops)}.")
     if not all(listed):
         raise ConfigError("stop must not hold an empty string, which every text contains.")
     return tuple(listed)
@@ -319,7 +321,7 @@ def _checked_stops(stops: Any) -> tuple[str, ...]:
 
 def _checked_ids(name: str, ids: Any) -> tuple[int, ...]:
     if isinstance(ids, str) or not isinstance(ids, Sequence):
-        raise ConfigError(f"{name} must be a list of token ids, not {ids!r}.")
+        raise ConfigError(f"{name} must be a list of token ids, not {shown(ids)}.")
     for token_id in ids:
         _check_whole(f"A token id in {name}", token_id, 0)
     return tuple(ids)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minikv.errors import ConfigError
+from minikv.errors import ConfigError, shown
 from minikv.results import Result, StreamPiece
 from minikv.sampling import SamplingParams
 from minikv.scheduler.request import Lanes
@@ -36,6 +36,7 @@ class ChatSession:
         self._lanes = Lanes()
         self._ids: list[int] = []
         self._rendered = ""
+        self._pieces: Pieces | None = None  # of the turn begun last
         # A session that is dropped without `close` must not hold its pages until others need them.
         weakref.finalize(self, setattr, self._lanes, "abandoned", True)
         self.set_system(system)
@@ -60,6 +61,8 @@ class ChatSession:
     def set_system(self, text: str | None) -> None:
         """Set, replace or (None) remove the system message."""
         self._require_idle()
+        if text is not None and not isinstance(text, str):
+            raise ConfigError(f"The system message must be text, not {shown(text)}.")
         rest = self._messages[1:] if self._has_system else self._messages
         self._messages = ([] if text is None else [{"role": "system", "content": text}]) + rest
 
@@ -70,8 +73,10 @@ class ChatSession:
         self._forget()
 
     def close(self) -> None:
-        """Free the lanes. The messages can still be read, and a further turn computes them again."""
-        self._require_idle()
+        """End a running turn and free the lanes. The messages can still be read, and a further turn
+        computes them again."""
+        if self._pieces is not None:
+            self._pieces.close()
         self._forget()
 
     def __enter__(self) -> ChatSession:
@@ -92,16 +97,11 @@ class ChatSession:
 
         Closing the iterator ends the turn; what has been said of the reply stays in the messages.
         """
-        return self._turn([*self._messages, {"role": "user", "content": text}], params)
+        return self._turn({"role": "user", "content": text}, params)
 
     def regenerate(self, params: SamplingParams | None = None) -> Pieces:
         """Answer the last user message again, in place of the last reply."""
-        messages = list(self._messages)
-        if messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if not messages or messages[-1]["role"] != "user":
-            raise ConfigError("There is no user message to answer again; say something first.")
-        return self._turn(messages, params)
+        return self._turn(None, params)
 
     # What it costs
 
@@ -129,11 +129,13 @@ class ChatSession:
     def _has_system(self) -> bool:
         return bool(self._messages) and self._messages[0]["role"] == "system"
 
-    def _turn(self, messages: list[dict[str, Any]], params: SamplingParams | None) -> Pieces:
+    def _turn(self, question: dict[str, Any] | None, params: SamplingParams | None) -> Pieces:
+        # Nothing here runs before the first piece is asked for: of two streams, the second is refused.
         self._require_idle()
         before = self._messages
+        messages = self._unanswered() if question is None else [*before, question]
         ids, rendered = self._encode(messages)
-        pieces = self._llm.stream_ids(ids, params, self._lanes)
+        self._pieces = pieces = self._llm.stream_ids(ids, params, self._lanes)
         self._messages = messages
         said: list[str] = []
         produced: list[int] = []
@@ -155,8 +157,17 @@ class ChatSession:
             else:
                 self._messages = before
 
+    def _unanswered(self) -> list[dict[str, Any]]:
+        """The conversation up to the last user message."""
+        messages = list(self._messages)
+        if messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages or messages[-1]["role"] != "user":
+            raise ConfigError("There is no user message to answer again; say something first.")
+        return messages
+
     def _require_idle(self) -> None:
-        if self._lanes.busy:
+        if self._lanes.busy and not self._llm.is_closed:
             raise ConfigError("This session is in the middle of a turn; finish or close its stream first.")
 
     def _keep(self, said: str, ids: list[int], rendered: str, produced: list[int]) -> None:

@@ -491,3 +491,20 @@ def test_progress_is_shown_at_a_terminal(model: Path, tmp_path: Path) -> None:
     child.expect(r"Served 40 of 40 lines, 0 failed; \d+ tokens in [\d.]+ s, [\d.]+ tok/s")
     child.wait()
     assert child.exitstatus == 0
+
+
+def test_a_slow_pipe_does_not_hold_up_what_is_there(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    process = start("batch", "-", "-o", output, "--model", model, "--max-tokens", 1, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(b'{"prompt": "a"}\n')
+    process.stdin.flush()
+    deadline = time.monotonic() + 60
+    while not (output.exists() and output.read_bytes().endswith(b"\n")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    # The producer has not closed its end, yet the answer is there; then one Ctrl-C ends the run.
+    assert len(read_lines(output)) == 1
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Interrupted after 1" in errors

@@ -160,13 +160,16 @@ def test_read_puts_documents_before_the_question(chat: ChatState, tmp_path: Path
     assert chat.session.messages[4]["content"] == "Fine."
 
 
-def test_documents_survive_a_turn_that_fails(chat: ChatState, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("A document.", encoding="utf-8")
+def test_a_document_that_is_too_long_does_not_spoil_later_turns(
+    chat: ChatState, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("word " * 3000, encoding="utf-8")
     take_line(chat, f"/read {tmp_path}/a.txt")
-    take_line(chat, "word " * 3000)
+    take_line(chat, "What is it?")
     assert chat.session.messages == []
+    assert "is dropped" in said(capsys)
     take_line(chat, "Short?")
-    assert chat.session.messages[0]["content"] == "A document.\n\nShort?"
+    assert chat.session.messages[0]["content"] == "Short?"
 
 
 def test_ctrl_c_while_the_prompt_is_read_takes_the_message_back(
@@ -183,8 +186,11 @@ def test_ctrl_c_while_the_prompt_is_read_takes_the_message_back(
         take_line(state, "What is it?")
         took = time.perf_counter() - begin
         timer.join()
-        assert "the message is taken back" in said(capsys)
+        answer = said(capsys)
+        assert "the message is taken back" in answer
+        assert "is dropped" in answer
         assert state.session.messages == []
+        take_line(state, f"/read {tmp_path}/a.txt")
         begin = time.perf_counter()
         take_line(state, "What is it now?")
         assert took < time.perf_counter() - begin
@@ -218,8 +224,11 @@ def test_files_that_cannot_be_read_are_one_sentence(
         ("/read ~nosuchuser/x Why?", "no such file"),
         ("/save ~nosuchuser/x", "no such file"),
         ("/load ~nosuchuser/x", "no such file"),
-        ("/read /dev/zero", "context can hold"),
-        ("/load /dev/zero", "not a conversation"),
+        ("/read /dev/zero", "not a regular file"),
+        ("/load /dev/zero", "not a regular file"),
+        ("/save /dev/null", "not a regular file"),
+        ("/save " + "b" * 300, "name too long"),
+        ("/read " + "b" * 300, "name too long"),
         ("/system \udcff", "not UTF-8"),
         ("/set stop " + "[" * 3000, "must be"),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -254,3 +256,47 @@ def test_help_comes_within_a_second() -> None:
 def test_control_characters_are_taken_out_of_text_for_a_terminal() -> None:
     assert printable("a\x1b[31mb\tc\nd\r\x07\x9b\x7f[bold]e") == "a[31mb\tc\nd[bold]e"
     assert one_line("a\n b\x1b\t c") == "a b c"
+
+
+def test_pipes_are_not_opened_in_a_chat(tmp_path: Path) -> None:
+    from minikv.cli.inputs import refuse_special
+    from minikv.errors import RequestError
+
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(RequestError, match="not a regular file"):
+        refuse_special(tmp_path / "fifo")
+
+
+@pytest.mark.parametrize(
+    ("stream", "arguments", "status"),
+    [
+        ("1>&-", ("generate", "MODEL", "-p", "hi", "--max-tokens", "2"), 1),
+        ("1>&-", ("generate", "MODEL", "-p", "hi", "--max-tokens", "2", "--json"), 1),
+        ("1>&-", ("info", "MODEL"), 1),
+        ("1>&-", ("--version",), 1),
+        ("1>/dev/full", ("--version",), 1),
+        ("1>/dev/full", ("--help",), 1),
+        ("0<&-", ("chat", "MODEL"), 1),
+        ("0<&-", ("batch", "-", "-o", "OUT"), 1),
+        ("0<&-", ("generate", "MODEL", "-p", "hi", "--max-tokens", "2"), 0),
+        ("0>/dev/null", ("generate", "MODEL", "-p", "hi", "--max-tokens", "2"), 1),
+    ],
+)
+def test_closed_and_broken_streams_are_one_sentence(
+    model: Path, tmp_path: Path, stream: str, arguments: tuple[str, ...], status: int
+) -> None:
+    words = [{"MODEL": str(model), "OUT": str(tmp_path / "out")}.get(word, word) for word in arguments]
+    line = shlex.join([*COMMAND, *words])
+    done = subprocess.run(
+        ["sh", "-c", f"{line} {stream}"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    if status:
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_long_values_are_cut_in_the_sentence_that_quotes_them(model: Path) -> None:
+    for options in (("--kv-hot", "1" * 400), ("--file", "f" * 5000), ("--kv-dtype", "x" * 3000)):
+        sentence = error_of(invoke("generate", model, "-p", "hi", *options))
+        assert len(sentence) < 700

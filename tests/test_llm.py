@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from itertools import islice
 
@@ -283,6 +284,7 @@ def test_the_pool_never_passes_its_ceiling(model_dir):
         ({"backend": "cuda"}, "backend must be"),
         ({"device": "tpu"}, "device must be"),
         ({"threads": 0}, "threads must be"),
+        ({"threads": 10**6}, "from 1 to 256"),
         ({"max_context": 10**6}, "context of 2048"),
         ({"max_seqs": 0}, "max_seqs must be"),
         ({"max_seqs": 600, "max_batch_tokens": 512}, "max_batch_tokens"),
@@ -309,6 +311,68 @@ def test_an_option_that_cannot_be_used_is_one_sentence(model_dir, options, words
 def test_a_wrong_cache_option_is_refused_when_it_is_made(make):
     with pytest.raises(ConfigError):
         make()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda llm: llm.generate("a", {"max_tokens": 3}), "SamplingParams"),
+        (lambda llm: llm.generate(["a"], [None]), "must be SamplingParams"),
+        (lambda llm: llm.generate(["a"], [SHORT, SHORT]), "as many"),
+        (lambda llm: llm.generate(None), "prompts must be"),
+        (lambda llm: LLM(None), "model must be"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_one_sentence(llm, call, words):
+    with pytest.raises(ConfigError, match=words):
+        call(llm)
+    assert llm.kv_bytes_in_use == 0
+
+
+def test_use_from_two_threads_at_once_is_refused_and_one_after_another_works(llm):
+    answers = []
+
+    class Meddling:
+        config = llm.engine.model.config
+
+        def forward(self, batch):
+            def meddle():
+                try:
+                    answers.append(llm.generate("b", SHORT))
+                except ConfigError as error:
+                    answers.append(str(error))
+
+            thread = threading.Thread(target=meddle)
+            thread.start()
+            thread.join()
+            return model.forward(batch)
+
+    model = llm.engine.model
+    llm.engine.model = Meddling()
+    try:
+        llm.generate("a", SamplingParams(max_tokens=1))
+    finally:
+        llm.engine.model = model
+    assert "another thread" in answers[0]
+    thread = threading.Thread(target=lambda: answers.append(llm.generate("b", SHORT)[0].finish_reason))
+    thread.start()
+    thread.join()
+    assert answers[-1] == "length"
+
+
+def test_jobs_that_come_late_do_not_hold_up_those_that_are_there(llm):
+    given = []
+
+    def jobs():
+        yield Job("first", prompt=PROMPTS[0], params=SHORT)
+        while not given:
+            yield None
+        yield Job("second", prompt=PROMPTS[1], params=SHORT)
+
+    for job, result in llm.run(jobs()):
+        assert result.finish_reason == "length"
+        given.append(job.key)
+    assert given == ["first", "second"]
 
 
 def test_an_unknown_option_name_is_refused(model_dir):

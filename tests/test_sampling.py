@@ -324,3 +324,12 @@ def test_stops_are_kept_as_a_tuple_and_a_frozen_object_stays_so():
 )
 def test_values_at_the_edges_are_accepted(options):
     SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    "values", [{"seed": 10**5000}, {"n": -(10**5000)}, {"temperature": 10**5000}, {"n": 129}]
+)
+def test_absurd_numbers_are_refused_in_one_sentence(values):
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(**values)
+    assert len(str(caught.value)) < 200

@@ -167,12 +167,52 @@ def test_a_second_turn_while_one_is_streaming_is_refused(llm):
     next(stream)
     with pytest.raises(ConfigError, match="middle of a turn"):
         session.send("Impatient", SHORT)
-    for change in (session.clear, session.close, session.set_system, session.set_messages):
-        arguments = [[]] if change in (session.set_system, session.set_messages) else []
+    for change in (session.clear, lambda: session.set_system("x"), lambda: session.set_messages([])):
         with pytest.raises(ConfigError, match="middle of a turn"):
-            change(*arguments)
+            change()
     assert list(stream)[-1].finish_reason == "length"
     assert [m["role"] for m in session.messages] == ["user", "assistant"]
+
+
+def test_of_two_streams_begun_the_second_is_refused_and_no_turn_is_lost(llm):
+    session = llm.chat_session()
+    first, second = session.stream("one", SHORT), session.stream("two", SHORT)
+    next(first)
+    with pytest.raises(ConfigError, match="middle of a turn"):
+        next(second)
+    list(first)
+    list(session.stream("two", SHORT))
+    assert [m["content"] for m in session.messages[::2]] == ["one", "two"]
+
+
+def test_closing_a_session_in_a_turn_ends_the_turn_and_hides_no_error(llm):
+    def fail():
+        with llm.chat_session() as session:
+            for _ in session.stream("Hello", SHORT):
+                raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail()
+    assert llm.kv_bytes_in_use == 0
+
+
+def test_closing_the_llm_in_a_turn_leaves_a_session_that_says_so(model_dir):
+    llm = LLM(model_dir, tiers=TierConfig(hot="4MiB"))
+    session = llm.chat_session()
+    stream = session.stream("Hello", SHORT)
+    next(stream)
+    llm.close()
+    with pytest.raises(ConfigError, match="closed"):
+        list(stream)
+    session.clear()
+    with pytest.raises(ConfigError, match="closed"):
+        session.send("Hello", SHORT)
+    session.close()
+
+
+def test_a_system_message_that_is_no_text_is_refused_at_once(llm):
+    with pytest.raises(ConfigError, match="must be text"):
+        llm.chat_session(system=5)
 
 
 def test_a_dropped_session_gives_its_pages_back(llm):

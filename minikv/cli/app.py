@@ -47,9 +47,12 @@ for _command in (chat, generate, batch, pull, info):
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line. What happens outside a command (--help, --version) fails in one line too."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Text of a model may hold what the terminal's encoding cannot: show a stand-in for it.
             stream.reconfigure(errors="replace")
-    app(prog_name="minikv")
+    try:
+        console.guarded(lambda: app(prog_name="minikv"))()
+    except typer.Exit as end:
+        sys.exit(end.exit_code)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from minikv.cli import console
+from minikv.cli.batch_feed import feed
 from minikv.cli.batch_lines import InputLine, read_line
 from minikv.cli.batch_output import DoneLine, OutputFile
 from minikv.cli.batch_progress import Meter
@@ -59,7 +60,9 @@ def batch(
         total = _match(done, input_lines(requests, source), source, output) if seekable else None
         if seekable:
             requests.seek(0)
-        lines = input_lines(requests, source)
+        lines: Iterable[InputLine | None] = input_lines(requests, source)
+        if not seekable:
+            lines = feed(lines)
         _run(model, engine, sampling, file, done, lines, total, fresh=overwrite)
 
 
@@ -69,7 +72,7 @@ def _run(
     sampling: dict[str, Any],
     file: OutputFile,
     done: list[DoneLine],
-    lines: Iterable[InputLine],
+    lines: Iterable[InputLine | None],
     total: int | None,
     *,
     fresh: bool,
@@ -109,8 +112,11 @@ def _open_input(source: str) -> BinaryIO:
 
 
 def _check_output(requests: BinaryIO, output: Path, *, known: bool) -> None:
-    if not output.exists():
-        return
+    try:
+        if not output.exists():
+            return
+    except OSError as error:
+        raise console.OutputError(f"Cannot write {output}: {console.reason(error)}.") from None
     if os.path.samestat(os.fstat(requests.fileno()), output.stat()):
         raise ConfigError("The output must be another file than the input.")
     if output.is_file() and output.stat().st_size > 0 and not known:

@@ -40,8 +40,9 @@ class BatchRun:
     meter: Meter
     interrupts: Interrupts
 
-    def serve(self, lines: Iterable[InputLine]) -> bool:
-        """Answer every line. True when Ctrl-C ended it early; what was finished is then written.
+    def serve(self, lines: Iterable[InputLine | None]) -> bool:
+        """Answer every line; None among them says that the next is not there yet. True when Ctrl-C
+        ended it early; what was finished is then written.
 
         Raises OutputError when the output file can take no more.
         """
@@ -58,13 +59,16 @@ class BatchRun:
             raise _Interrupted
         self.meter.show()
 
-    def _jobs(self, lines: Iterable[InputLine]) -> Iterator[Job]:
+    def _jobs(self, lines: Iterable[InputLine | None]) -> Iterator[Job | None]:
         """Lazily, as the engine asks for more; lines that cannot be run are answered on the way."""
         from minikv import Job
 
         used: set[str] = set()
         for line in lines:
             self._between_steps()
+            if line is None:
+                yield None
+                continue
             first = line.custom_id not in used
             if line.custom_id is not None:
                 used.add(line.custom_id)

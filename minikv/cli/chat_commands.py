@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minikv.cli.chat_state import ChatState, summary
-from minikv.cli.inputs import encodable, read_text_file, user_path
+from minikv.cli.inputs import encodable, read_text_file, refuse_special, user_path
 from minikv.cli.options import CHAT_SAMPLING, parse_value
 from minikv.cli.transcript import load_transcript, save_transcript
 from minikv.config import format_size
@@ -84,6 +84,7 @@ def _read(state: ChatState, argument: str) -> None:
     if match is None:
         raise ConfigError("/read needs the name of a file.")
     path = _path(re.sub(r"\\(.)", r"\1", match[1]))
+    refuse_special(path)
     text = read_text_file(path, limit=state.llm.max_context * _MOST_BYTES_PER_TOKEN)
     if not text.strip():
         raise RequestError(f"{path} is empty.")
@@ -197,7 +198,7 @@ def _load(state: ChatState, argument: str) -> None:
     state.session.set_messages(messages)
     state.documents.clear()
     state.last = None
-    held = "" if model == state.llm.name else f", held with {model}"
+    held = "" if model in (state.llm.name, None) else f", held with {model}"
     state.say(f"Loaded {len(messages)} messages{held}.")
 
 

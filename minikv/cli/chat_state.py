@@ -51,8 +51,10 @@ class ChatState:
         message = join_prompt(self.documents, text)
         before = len(self.session.messages)
         self.play(lambda: self.session.stream(message, self.params))
-        if len(self.session.messages) > before:
-            self.documents.clear()
+        if self.documents and len(self.session.messages) == before:
+            # Kept for the next message, a document that is too long would make that fail as well.
+            self.say("The text that was read for this message is dropped; /read it again if it is wanted.")
+        self.documents.clear()
 
     def play(self, start: Callable[[], Generator[StreamPiece, None, None]]) -> None:
         """Print a reply as it comes; Ctrl-C ends it."""

@@ -19,6 +19,7 @@ from minikv.errors import MinikvError
 if TYPE_CHECKING:
     from rich.console import Console
 
+LONGEST_COMPLAINT = 600
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -64,6 +65,8 @@ def reason(error: OSError) -> str:
 
 def write_text(text: str) -> None:
     """Write to stdout at once, unchanged unless stdout is a terminal. Raises OutputError."""
+    if sys.stdout is None:
+        raise OutputError("Standard output is closed, so there is nowhere to write the result.")
     try:
         sys.stdout.write(printable(text) if stdout_is_terminal() else text)
         sys.stdout.flush()
@@ -95,7 +98,10 @@ def note(text: str, style: str = "dim") -> None:
 def complain(sentence: str) -> None:
     """The one line on stderr that reports an error."""
     if sys.stderr is not None:
-        print(f"minikv: {one_line(sentence)}", file=sys.stderr, flush=True)
+        line = one_line(sentence)
+        if len(line) > LONGEST_COMPLAINT:  # a quoted name or value must not bury the sentence
+            line = f"{line[: LONGEST_COMPLAINT // 2]} ... {line[-LONGEST_COMPLAINT // 2 :]}"
+        print(f"minikv: {line}", file=sys.stderr, flush=True)
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
@@ -111,6 +117,11 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:
             discard_stdout()
             raise typer.Exit(EXIT_BROKEN_PIPE) from None
+        except OSError as error:
+            # Nothing else that a command opens reports its own failures as anything but MinikvError.
+            discard_stdout()
+            complain(f"{reason(error)[:1].upper()}{reason(error)[1:]}.")
+            raise typer.Exit(EXIT_FAILED) from None
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None
 

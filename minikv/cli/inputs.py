@@ -22,6 +22,15 @@ def user_path(text: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
+def refuse_special(path: Path) -> None:
+    """Raise RequestError for a pipe or a device, which may never end or never begin."""
+    try:
+        if not (path.is_file() or path.is_dir()) and path.exists():
+            raise RequestError(f"{path} is not a regular file.")
+    except OSError as error:
+        raise RequestError(f"Cannot read {path}: {reason(error)}.") from None
+
+
 def read_text_file(path: Path, limit: int = LARGEST_TEXT) -> str:
     """The UTF-8 text of a file of at most `limit` bytes. Raises RequestError."""
     try:
@@ -39,7 +48,13 @@ def read_text_file(path: Path, limit: int = LARGEST_TEXT) -> str:
 
 def read_stdin() -> str:
     """All of standard input as text, "" when it is closed. Raises RequestError when it is not UTF-8."""
-    return "" if sys.stdin is None else _decode(sys.stdin.buffer.read(), "Standard input")
+    if sys.stdin is None:
+        return ""
+    try:
+        data = sys.stdin.buffer.read()
+    except OSError as error:
+        raise RequestError(f"Cannot read standard input: {reason(error)}.") from None
+    return _decode(data, "Standard input")
 
 
 def _decode(data: bytes, where: str) -> str:

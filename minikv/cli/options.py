@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from minikv.errors import ConfigError
+from minikv.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from minikv import LLM
@@ -165,7 +165,7 @@ def parse_value(option: Option, text: str) -> Any:
     try:
         return _PARSERS[option.kind](text)
     except (ValueError, RecursionError):
-        raise ConfigError(f"{option.name} must be {_EXPECTED[option.kind]}, not {text!r}.") from None
+        raise ConfigError(f"{option.name} must be {_EXPECTED[option.kind]}, not {shown(text)}.") from None
 
 
 def _int_or_none(text: str) -> int | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from minikv.cli.console import reason
-from minikv.cli.inputs import encodable
-from minikv.errors import SessionError
+from minikv.cli.inputs import encodable, refuse_special
+from minikv.errors import RequestError, SessionError
 
 FORMAT = "minikv-conversation"
 VERSION = 1
@@ -24,7 +24,7 @@ def save_transcript(path: Path, messages: Sequence[dict[str, str]], model: str) 
 
     Replaces an earlier conversation, but no other kind of file. Raises SessionError.
     """
-    if path.exists():
+    if _exists(path):
         load_transcript(path)
     body = {"format": FORMAT, "version": VERSION, "model": model, "messages": list(messages)}
     text = json.dumps(body, ensure_ascii=False, indent=2) + "\n"
@@ -47,21 +47,31 @@ def save_transcript(path: Path, messages: Sequence[dict[str, str]], model: str) 
         raise SessionError(f"Cannot save to {path}: {reason(error)}.") from None
 
 
-def load_transcript(path: Path) -> tuple[list[dict[str, str]], str]:
-    """The messages of a saved conversation and the name of the model that it was held with.
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise SessionError(f"Cannot save to {path}: {reason(error)}.") from None
+
+
+def load_transcript(path: Path) -> tuple[list[dict[str, str]], str | None]:
+    """The messages of a saved conversation and the name of the model that it was held with, if known.
 
     Everything is checked before anything is returned. Raises SessionError.
     """
     try:
+        refuse_special(path)
         with path.open("rb") as file:
             body = json.loads(file.read(_LARGEST_FILE))
+    except RequestError as error:
+        raise SessionError(str(error)) from None
     except OSError as error:
         raise SessionError(f"Cannot read {path}: {reason(error)}.") from None
     except (ValueError, RecursionError):
         raise SessionError(f"{path} is not a conversation saved by minikv.") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise SessionError(f"{path} is not a conversation saved by minikv.")
-    if body.get("version") != VERSION:
+    if body.get("version") != VERSION or isinstance(body["version"], bool):
         raise SessionError(
             f"{path} has version {body.get('version')!r} of the conversation format; "
             f"this minikv reads version {VERSION}."
@@ -70,7 +80,8 @@ def load_transcript(path: Path) -> tuple[list[dict[str, str]], str]:
     if fault:
         raise SessionError(f"{path} cannot be used: {fault}.")
     messages = [{"role": m["role"], "content": m["content"]} for m in body["messages"]]
-    return messages, str(body.get("model"))
+    model = body.get("model")
+    return messages, model if isinstance(model, str) else None
 
 
 def _fault(messages: Any) -> str | None:

@@ -30,18 +30,24 @@ class DenseLinear:
         self.bias = bias
         self.packed = _pack(weight)
         self.weight = weight if self.packed is None else None
+        self._pad_one_row = self.packed is not None and self._one_row_differs(weight.shape[1])
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is None:
             assert self.weight is not None
             return F.linear(x, self.weight, self.bias)
-        if x.shape[0] == 1:
-            # One row takes another code path with another order of summation; two rows cost the
-            # same and keep a sequence's numbers independent of its batch.
-            return torch.ops.mkldnn._linear_pointwise(
-                x.expand(2, -1).contiguous(), self.packed, self.bias, "none", [], ""
-            )[:1]
+        if x.shape[0] == 1 and self._pad_one_row:
+            return self._product(x.expand(2, -1).contiguous())[:1]
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def _one_row_differs(self, inputs: int) -> bool:
+        """Whether a row alone is summed in another order than a row among others, which it is for
+        some shapes: then it is computed as two, to keep a sequence independent of its batch."""
+        probe = torch.linspace(-1.0, 1.0, inputs).cos().expand(2, -1).contiguous()
+        return not torch.equal(self._product(probe[:1]), self._product(probe)[:1])
 
 
 def _pack(weight: Tensor) -> Tensor | None:
