@@ -8,10 +8,10 @@ BENCH_VENV := .venv-bench
 PIP := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench-env bench clean
+.PHONY: help demo test test-all lint format bench-env bench bench-transformers bench-llama clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 demo: $(VENV)/.base ## fetch the default model and let it answer two questions about a text
 	$(VENV)/bin/minikv pull smollm2-135m
@@ -37,6 +37,12 @@ bench-env: $(BENCH_VENV)/.bench ## make the benchmarks' own environment
 bench: $(BENCH_VENV)/.bench ## measure against transformers (ARGS="--quick" for a short run)
 	$(BENCH_VENV)/bin/python benchmarks/bench_engine.py $(ARGS)
 
+bench-transformers: $(BENCH_VENV)/.bench ## the compiled kernels beside transformers, in turns (ARGS as above)
+	$(BENCH_VENV)/bin/python benchmarks/bench_transformers.py $(ARGS)
+
+bench-llama: $(BENCH_VENV)/.llama ## the same beside llama.cpp, which the first run compiles
+	$(BENCH_VENV)/bin/python benchmarks/bench_llama_cpp.py $(ARGS)
+
 clean: ## remove the environments and everything built
 	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -47,7 +53,9 @@ clean: ## remove the environments and everything built
 	$(PYTHON) -m venv $(@D)
 	touch $@
 
-$(VENV)/.base: pyproject.toml constraints.txt $(VENV)/.created
+KERNELS := setup.py $(wildcard minikv/kernels/cpu/*.cpp minikv/kernels/cpu/*.h)
+
+$(VENV)/.base: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.created
 	@echo "Installing minikv and what it needs into $(VENV); the first time takes some minutes."
 	$(VENV)/bin/python $(PIP) --editable .
 	touch $@
@@ -58,6 +66,13 @@ $(VENV)/.test: $(VENV)/.base
 
 $(BENCH_VENV)/.bench: pyproject.toml constraints.txt $(BENCH_VENV)/.created
 	$(BENCH_VENV)/bin/python $(PIP) --editable '.[bench]'
+	touch $@
+
+# llama.cpp for this very processor; what it has for images is left out.
+$(BENCH_VENV)/.llama: pyproject.toml constraints.txt $(BENCH_VENV)/.created
+	@echo "Compiling llama.cpp into $(BENCH_VENV); this takes some minutes per core."
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" \
+	  $(BENCH_VENV)/bin/python $(PIP) --editable '.[bench-llama]'
 	touch $@
 
 .PRECIOUS: %/.created

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,8 @@ def timed(work: Callable[[], Any]) -> tuple[Clocks, Any]:
     return Clocks(time.perf_counter() - wall, time.process_time() - cpu), result
 
 
-def machine() -> dict[str, Any]:
+def machine(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, Any]:
     """Processor, cores and versions, for the head of a report."""
-    import torch
-    import transformers
-
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -77,8 +75,7 @@ def machine() -> dict[str, Any]:
         "processor": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
+        **{name: version(name) for name in packages},
     }
 
 

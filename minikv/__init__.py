@@ -9,6 +9,8 @@ Importing this package loads nothing heavy; torch comes with the first use of `L
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -46,6 +48,11 @@ __all__ = [
     "TokenLogprob",
     "Usage",
 ]
+
+if "torch" not in sys.modules:
+    # OpenMP reads this when torch loads it. Threads that spin while they wait burn the time slices of
+    # the threads they wait for as soon as another process is busy.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _LAZY = {
     "LLM": "minikv.llm",

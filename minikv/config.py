@@ -11,7 +11,7 @@ from minikv.errors import ConfigError, shown
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*$", re.IGNORECASE)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 
 
 def parse_size(value: str | int, option: str = "size") -> int:
@@ -50,7 +50,8 @@ def _positive(option: str, value: Any) -> None:
 class CacheConfig:
     """How KV entries are stored.
 
-    kv_dtype: `auto`, `float32`, `float16` or `bfloat16`. `auto` is float32.
+    kv_dtype: `auto`, `float32`, `float16`, `bfloat16`, or `int8` with a scale per entry. `auto` is
+    float16 with the compiled kernels and float32 with the others.
     page_size: entries per page; None lets the backend choose.
     """
 

@@ -52,6 +52,7 @@ class Engine:
         kv_dtype: torch.dtype = torch.float32,
         page_size: int = 32,
         eos_token_ids: Sequence[int] = (),
+        keys_transposed: bool = False,
     ):
         shape = model.config
         self.model = model
@@ -61,7 +62,7 @@ class Engine:
         num_lanes = shape.num_layers * shape.num_kv_heads
         size = page_bytes(page_size, shape.head_dim, kv_dtype)
         num_pages = pool_pages(config, self.max_context, num_lanes, page_size, size)
-        pool = PagePool(num_pages, page_size, shape.head_dim, kv_dtype, poison=config.debug_checks)
+        pool = PagePool(num_pages, page_size, shape.head_dim, kv_dtype, config.debug_checks, keys_transposed)
         self.store = LaneStore(pool, config.max_seqs, shape.num_layers, shape.num_kv_heads, self.max_context)
         # Dynamic RoPE rotates a token for the length of its whole prompt once that is past the
         # original context; lanes of a shorter turn are then not what a fresh prompt would give.

@@ -17,15 +17,16 @@ import torch
 from minikv.config import CacheConfig, EngineConfig, TierConfig, format_size
 from minikv.engine import Engine
 from minikv.errors import ConfigError, MinikvError, ModelError, RequestError, shown
-from minikv.kernels.backend import choose_backend
+from minikv.kernels.backend import AttentionBackend, check_backend_name, choose_backend
 from minikv.memory import available_bytes
-from minikv.models.decoder import Decoder
+from minikv.models.build import build_decoder, check_weights_kind, weight_bytes
 from minikv.models.sources import OpenModel, open_model, resolve_model
 from minikv.output import OutputText
 from minikv.results import Result, StreamPiece
 from minikv.sampling import SamplingParams
 from minikv.scheduler.request import FinishEvent, Lanes
 from minikv.session import ChatSession, Pieces
+from minikv.threads import default_threads, warn_if_threads_spin
 
 Prompt = str | Sequence[int]
 MAX_THREADS = 256
@@ -59,10 +60,11 @@ class LLM:
 
     model: a built-in name, a local directory, a local .gguf file, or a Hub id.
     cache, tiers: how KV entries are stored, and the byte ceilings of the tiers.
-    device: `auto` or `cpu`. backend: `auto`, `torch` or `reference`.
+    device: `auto` or `cpu`. backend: `auto`, `cpu` (compiled), `torch` or `reference`.
+    weights: `auto` keeps what the file has; `q4`, `q8`, `bf16`, `f32` convert (compiled kernels).
     max_context: tokens of one sequence that may be held; None is the model's own limit.
     max_seqs: sequences that hold KV at once. prefill_chunk, max_batch_tokens: rows per step.
-    threads: compute threads of this process; None leaves torch's setting alone.
+    threads: compute threads; None is one per physical core that the process may use.
     progress: show a bar on stderr while a model is fetched.
 
     Raises ModelError or ConfigError, each one sentence, when the model cannot be used as asked.
@@ -77,6 +79,7 @@ class LLM:
         tiers: TierConfig | None = None,
         device: str = "auto",
         backend: str = "auto",
+        weights: str = "auto",
         revision: str | None = None,
         offline: bool = False,
         max_context: int | None = None,
@@ -89,29 +92,35 @@ class LLM:
         started = time.perf_counter()
         if not isinstance(model, str | os.PathLike):
             raise ConfigError(f"model must be a name or a path, not {shown(model)}.")
+        warn_if_threads_spin()
         cache, tiers = cache or CacheConfig(), tiers or TierConfig()
         config = EngineConfig(
             max_seqs, max_batch_tokens, prefill_chunk, max_context, cache=cache, tiers=tiers
         )
-        kernels, self.backend_reason = choose_backend(backend, device)
         if threads is not None:
             if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
                 raise ConfigError(
                     f"threads must be a whole number from 1 to {MAX_THREADS}, not {shown(threads)}."
                 )
             torch.set_num_threads(threads)
+        check_backend_name(backend, device)
         opened = open_model(
             resolve_model(os.fspath(model), revision=revision, offline=offline, progress=progress)
         )
-        _check_memory(opened)
-        dtype = torch.float32 if cache.kv_dtype == "auto" else getattr(torch, cache.kv_dtype)
+        kernels, self.backend_reason = choose_backend(
+            backend, device, threads or default_threads(), opened.config.head_dim, cache.page_size
+        )
+        check_weights_kind(weights, kernels)
+        _check_memory(opened, weight_bytes(opened.config, weights, kernels))
+        dtype = _kv_dtype(cache.kv_dtype, kernels)
         try:
             self._engine: Engine | None = Engine(
-                Decoder(opened.config, opened.weights, kernels),
+                build_decoder(opened.config, opened.weights, kernels, weights),
                 config,
                 kv_dtype=dtype,
                 page_size=cache.page_size or kernels.page_size,
                 eos_token_ids=opened.tokenizer.eos_token_ids,
+                keys_transposed=kernels.keys_transposed,
             )
         finally:
             opened.weights.close()
@@ -414,13 +423,19 @@ class LLM:
         return [results[i] for i in range(len(work))]
 
 
-def _check_memory(model: OpenModel) -> None:
-    """Refuse a model whose float32 weights cannot fit, before the system has to kill something."""
-    needed, free = model.config.num_parameters() * 4, available_bytes()
+def _kv_dtype(name: str, backend: AttentionBackend) -> torch.dtype:
+    if name == "auto":
+        return torch.float16 if backend.name == "cpu" else torch.float32
+    return getattr(torch, name)
+
+
+def _check_memory(model: OpenModel, needed: int) -> None:
+    """Refuse a model whose weights cannot fit, before the system has to kill something."""
+    free = available_bytes()
     if needed > free:
         raise ModelError(
-            f"{model.name} needs {format_size(needed)} for its weights in float32, and {format_size(free)} "
-            "are free; use a smaller model or free some memory."
+            f"{model.name} needs {format_size(needed)} for its weights, and {format_size(free)} are free; "
+            "use a smaller model or weights in fewer bits, or free some memory."
         )
 
 

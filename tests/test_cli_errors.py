@@ -224,7 +224,7 @@ def test_info_describes_a_model(model: Path) -> None:
     assert facts["kv_bytes_full_context"]["16_bit"] == 128 * facts["kv_bytes_per_token"]["16_bit"]
     assert facts["chat_template"] is True
     assert facts["backends"] == list(BACKENDS)
-    assert facts["kv_dtypes"] == ["float32", "float16", "bfloat16"]
+    assert facts["kv_dtypes"] == ["float32", "float16", "bfloat16", "int8"]
     assert facts["eos_tokens"] == [{"id": 2, "text": "<|im_end|>"}]
     table = invoke("info", model).stdout
     for part in ("llama", "4 query, 2 KV (groups of 2)", "128 tokens", "512 B in float32", "<|im_end|> (2)"):

@@ -17,12 +17,21 @@ from minikv.kernels.torch_cpu import TorchBackend
 
 
 def random_batch(
-    rows, lengths, *, kv_heads, head_dim=16, masses=True, dtype=torch.float32, page_size=4, seed=0
+    rows,
+    lengths,
+    *,
+    kv_heads,
+    head_dim=16,
+    masses=True,
+    dtype=torch.float32,
+    page_size=4,
+    seed=0,
+    keys_transposed=False,
 ):
     """A batch of len(rows) sequences with `rows[s]` new rows over lanes of up to `lengths[s]` entries,
     every KV head of another length when there are masses."""
     generator = torch.Generator().manual_seed(seed)
-    pool = PagePool(4000, page_size, head_dim, dtype, poison=True)
+    pool = PagePool(4000, page_size, head_dim, dtype, True, keys_transposed)
     store = LaneStore(pool, len(rows), 1, kv_heads, 600)
     slots, seqs = [], []
     for s, length in enumerate(lengths):
@@ -84,8 +93,10 @@ def test_sixteen_bit_pools_give_what_their_rounded_rows_give(dtype, head_dim):
     qkv = torch.randn(sum(rows), 8, head_dim)
     expected, expected_lse = run(ReferenceBackend(), batch, qkv)
     out, lse = run(TorchBackend(), batch, qkv)
-    torch.testing.assert_close(out, expected, atol=5e-6, rtol=1e-5)
-    torch.testing.assert_close(lse, expected_lse, atol=5e-6, rtol=1e-5)
+    # The rotation sums in another order, so that a key may round to the neighbouring number.
+    tolerance = {torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, atol=tolerance, rtol=tolerance)
 
 
 def test_a_chunk_row_sees_the_past_and_the_rows_before_it_only():

@@ -17,8 +17,8 @@ LAYERS, HEADS, DIM, PAGE = 2, 3, 4, 4
 class Mirror:
     """A LaneStore beside what it should hold: per sequence and lane, a list of row numbers."""
 
-    def __init__(self, pages=60, seqs=3, dtype=torch.float32):
-        self.pool = PagePool(pages, PAGE, DIM, dtype, poison=True)
+    def __init__(self, pages=60, seqs=3, dtype=torch.float32, keys_transposed=False):
+        self.pool = PagePool(pages, PAGE, DIM, dtype, poison=True, keys_transposed=keys_transposed)
         self.store = LaneStore(self.pool, seqs, LAYERS, HEADS, 64)
         self.rows: dict[int, np.ndarray] = {}
         self.next_row = 1
@@ -83,8 +83,9 @@ class Mirror:
             for lane in np.ndindex(LAYERS, HEADS):
                 kept = valid[lane]
                 numbers = [n for n, _ in lanes[lane]]
-                assert keys[lane][kept][:, 0].tolist() == numbers
-                assert values[lane][kept][:, -1].tolist() == [-n for n in numbers]
+                # A row of equal numbers comes back from int8 but for the last bit of its scale.
+                assert keys[lane][kept][:, 0].float().round(decimals=2).tolist() == numbers
+                assert values[lane][kept][:, -1].float().round(decimals=2).tolist() == [-n for n in numbers]
                 assert mass[lane][kept].tolist() == numbers
                 assert positions[lane][kept].tolist() == [p for _, p in lanes[lane]]
                 # No lane holds a page it does not need, but for room reserved ahead.
@@ -102,10 +103,12 @@ operations = st.lists(
 )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize("keys_transposed", [False, True])
 @given(operations)
-@settings(max_examples=150)
-def test_random_operations_keep_every_row_and_every_page(steps):
-    mirror = Mirror()
+@settings(max_examples=60)
+def test_random_operations_keep_every_row_and_every_page(dtype, keys_transposed, steps):
+    mirror = Mirror(dtype=dtype, keys_transposed=keys_transposed)
     for kind, which, number, seed in steps:
         seqs = sorted(mirror.rows)
         if kind == "open" or not seqs:
@@ -128,6 +131,25 @@ def test_random_operations_keep_every_row_and_every_page(steps):
         mirror.close(seq)
     mirror.store.check()
     assert mirror.pool.num_free == mirror.pool.num_pages
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("keys_transposed", [False, True])
+def test_rewrite_moves_whole_entries_bit_for_bit(dtype, keys_transposed):
+    mirror = Mirror(pages=200, dtype=dtype, keys_transposed=keys_transposed)
+    mirror.open()
+    mirror.append(0, 37)
+    slots, _ = mirror.store.slots(0)
+    noise = torch.randn(2, *slots.shape, DIM, generator=torch.Generator().manual_seed(0))
+    mirror.pool.write_rows(slots, noise[0], noise[1])
+    keys, values = mirror.pool.read_rows(slots)
+    keep = torch.zeros(LAYERS, HEADS, 37, dtype=torch.bool)
+    keep[..., 1::3] = True
+    mirror.store.rewrite(0, keep)
+    slots, _ = mirror.store.slots(0)
+    kept_keys, kept_values = mirror.pool.read_rows(slots)
+    assert torch.equal(kept_keys, keys[:, :, 1::3])
+    assert torch.equal(kept_values, values[:, :, 1::3])
 
 
 @pytest.mark.parametrize("fresh", [False, True])

@@ -67,6 +67,9 @@ class RandomWeights:
     def load(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         return self._tensors[name].to(dtype).clone()
 
+    def blocks(self, name: str) -> None:
+        return None
+
     def sample(self, name: str) -> bytes:
         return b""
 

@@ -95,6 +95,14 @@ class LaneStore:
         entry = self.lengths[seq][..., None] + np.arange(count)
         return self._slots_of(seq, entry)
 
+    def decode_slots(self, seqs: np.ndarray) -> np.ndarray:
+        """The next slot of every lane of several sequences: [layers, kv_heads, len(seqs)] int64."""
+        entry = self.lengths[seqs].reshape(len(seqs), -1)
+        tables = self.pages.reshape(self.max_seqs, self.num_lanes, -1)
+        page = tables[seqs[:, None], np.arange(self.num_lanes), entry // self.pool.page_size]
+        slots = page.astype(np.int64) * self.pool.page_size + entry % self.pool.page_size
+        return slots.T.reshape(*self.lane_shape, len(seqs))
+
     def append(self, seq: int, count: int) -> None:
         """Count `count` written entries into every lane."""
         self.lengths[seq] += count
@@ -191,13 +199,8 @@ class LaneStore:
         entry = np.broadcast_to(np.arange(longest), (*self.lane_shape, longest))
         target = torch.from_numpy(self._slots_of(seq, entry))
         taken = torch.from_numpy(entry < counts[..., None])
-        pool = self.pool
         for layer in range(self.lane_shape[0]):
-            src, dst = source[layer][keep[layer]], target[layer][taken[layer]]
-            keys, values = pool.read_rows(src)
-            positions, mass = pool.positions.view(-1)[src], pool.log_mass.view(-1)[src]
-            pool.write_rows(dst, keys, values)
-            pool.write_entries(dst, positions, mass)
+            self.pool.move_rows(source[layer][keep[layer]], target[layer][taken[layer]])
 
     # Counting
 

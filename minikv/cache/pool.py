@@ -10,13 +10,13 @@ from torch import Tensor
 
 from minikv.errors import ConfigError
 
-POSITION_BYTES = 4
-LOG_MASS_BYTES = 4
+POSITION_BYTES = LOG_MASS_BYTES = SCALE_BYTES = 4
 
 
 def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes one page costs: keys, values, log masses and positions."""
-    return page_size * (2 * head_dim * dtype.itemsize + LOG_MASS_BYTES + POSITION_BYTES)
+    """Bytes one page costs: keys, values, their scales if int8, log masses and positions."""
+    scales = 2 * SCALE_BYTES if dtype == torch.int8 else 0
+    return page_size * (2 * head_dim * dtype.itemsize + scales + LOG_MASS_BYTES + POSITION_BYTES)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -28,7 +28,10 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 class PagePool:
     """`num_pages` pages of `page_size` entries of one KV head each.
 
-    keys, values: [num_pages + 1, page_size, head_dim] in the KV dtype.
+    keys: [num_pages + 1, page_size, head_dim], or [num_pages + 1, head_dim, page_size] with
+    `keys_transposed`, as the backend wants them; values: [num_pages + 1, page_size, head_dim];
+    both in the KV dtype. int8 entries have a scale each: key_scales, value_scales
+    [num_pages + 1, page_size] float32, None for other dtypes.
     log_mass: [num_pages + 1, page_size] float32; positions: the same shape, int32.
 
     Page 0 is never handed out and stays zero: tables point to it where they hold nothing, so a
@@ -37,14 +40,26 @@ class PagePool:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, head_dim: int, dtype: torch.dtype, poison: bool = False
+        self,
+        num_pages: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        poison: bool = False,
+        keys_transposed: bool = False,
     ):
-        shape = (num_pages + 1, page_size, head_dim)
+        entries = (num_pages + 1, page_size)
+        key_page = (head_dim, page_size) if keys_transposed else (page_size, head_dim)
+        self.key_scales: Tensor | None = None
+        self.value_scales: Tensor | None = None
         try:
-            self.keys = _lazy_zeros(shape, dtype)
-            self.values = _lazy_zeros(shape, dtype)
-            self.log_mass = _lazy_zeros(shape[:2], torch.float32)
-            self.positions = _lazy_zeros(shape[:2], torch.int32)
+            self.keys = _lazy_zeros((num_pages + 1, *key_page), dtype)
+            self.values = _lazy_zeros((*entries, head_dim), dtype)
+            if dtype == torch.int8:
+                self.key_scales = _lazy_zeros(entries, torch.float32)
+                self.value_scales = _lazy_zeros(entries, torch.float32)
+            self.log_mass = _lazy_zeros(entries, torch.float32)
+            self.positions = _lazy_zeros(entries, torch.int32)
             self._free = np.ones(num_pages + 1, dtype=bool)
             self._used_before = np.zeros(num_pages + 1, dtype=bool)
         except (MemoryError, ValueError, OverflowError) as error:
@@ -56,6 +71,7 @@ class PagePool:
         self.page_size = page_size
         self.head_dim = head_dim
         self.dtype = dtype
+        self.keys_transposed = keys_transposed
         self.poison = poison
         self._free[0] = False
         self.num_free = num_pages
@@ -100,18 +116,54 @@ class PagePool:
 
     def _fill(self, ids: np.ndarray, number: float) -> None:
         index = torch.from_numpy(ids)
-        self.keys[index] = number
-        self.values[index] = number
-        self.log_mass[index] = number
-        self.positions[index] = 0 if number == 0 else -1
+        for tensor in self._tensors:
+            # Whole numbers cannot be poisoned with a NaN; their scales are.
+            tensor[index] = number if tensor.is_floating_point() or number == 0 else -1
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        scales = [t for t in (self.key_scales, self.value_scales) if t is not None]
+        return [self.keys, self.values, *scales, self.log_mass, self.positions]
 
     def write_rows(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Scatter rows [..., head_dim], rounded to the KV dtype, to slots [...] (page id * page_size +
         place in the page)."""
         flat = slots.reshape(-1)
-        for target, rows in ((self.keys, keys), (self.values, values)):
-            rows = rows.reshape(-1, self.head_dim).to(self.dtype)
-            target.view(-1, self.head_dim).index_copy_(0, flat, rows)
+        keys, key_scales = self._round(keys.reshape(-1, self.head_dim))
+        values, value_scales = self._round(values.reshape(-1, self.head_dim))
+        self._put(flat, keys, values, key_scales, value_scales)
+
+    def rounded(self, rows: Tensor) -> Tensor:
+        """Rows [..., head_dim] as they come back from the pool, in their own dtype."""
+        if rows.dtype == self.dtype:
+            return rows
+        stored, scales = self._round(rows)
+        return stored.to(rows.dtype) if scales is None else stored.to(rows.dtype) * scales.unsqueeze(-1)
+
+    def _round(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows in the KV dtype, with a scale each for int8 (127 stands for the largest magnitude)."""
+        if self.dtype != torch.int8:
+            return rows.to(self.dtype), None
+        scales = rows.abs().amax(-1).float() / 127
+        steps = torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(-1)
+        return (rows / steps).round().to(torch.int8), scales
+
+    def _put(
+        self,
+        flat: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        key_scales: Tensor | None,
+        value_scales: Tensor | None,
+    ) -> None:
+        if self.keys_transposed:
+            self.keys[flat // self.page_size, :, flat % self.page_size] = keys
+        else:
+            self.keys.view(-1, self.head_dim).index_copy_(0, flat, keys)
+        self.values.view(-1, self.head_dim).index_copy_(0, flat, values)
+        if self.key_scales is not None and self.value_scales is not None:
+            self.key_scales.view(-1)[flat] = key_scales  # type: ignore[assignment]
+            self.value_scales.view(-1)[flat] = value_scales  # type: ignore[assignment]
 
     def write_entries(self, slots: Tensor, positions: Tensor, log_mass: Tensor | float = 0.0) -> None:
         """Set position and log mass of the entries at slots [...]; both broadcast to it."""
@@ -122,15 +174,35 @@ class PagePool:
         self.log_mass.view(-1)[flat] = log_mass
 
     def read_rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather keys and values [..., head_dim] of slots [...] into fresh memory."""
+        """Gather keys and values [..., head_dim] of slots [...] into fresh memory, in the KV dtype, or
+        float32 if that is int8."""
         shape = (*slots.shape, self.head_dim)
-        flat = slots.reshape(-1)
-        keys = self.keys.view(-1, self.head_dim).index_select(0, flat)
-        values = self.values.view(-1, self.head_dim).index_select(0, flat)
+        keys, values, key_scales, value_scales = self._take(slots.reshape(-1))
+        if key_scales is not None and value_scales is not None:
+            keys, values = keys * key_scales.unsqueeze(-1), values * value_scales.unsqueeze(-1)
         return keys.view(shape), values.view(shape)
 
+    def _take(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        if self.keys_transposed:
+            keys = self.keys[flat // self.page_size, :, flat % self.page_size]
+        else:
+            keys = self.keys.view(-1, self.head_dim).index_select(0, flat)
+        values = self.values.view(-1, self.head_dim).index_select(0, flat)
+        if self.key_scales is None or self.value_scales is None:
+            return keys, values, None, None
+        return keys, values, self.key_scales.view(-1)[flat], self.value_scales.view(-1)[flat]
+
+    def move_rows(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole entries from slots to slots, bit for bit; the sets may overlap."""
+        self._put(target, *self._take(source))
+        self.write_entries(target, self.positions.view(-1)[source], self.log_mass.view(-1)[source])
+
     def read_pages(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather whole pages: keys and values [len(ids) * page_size, head_dim]."""
+        """Gather whole pages: keys and values [len(ids) * page_size, head_dim], as `read_rows`."""
+        if self.keys_transposed or self.dtype == torch.int8:
+            return self.read_rows(
+                (ids.unsqueeze(-1) * self.page_size + torch.arange(self.page_size)).view(-1)
+            )
         width = self.page_size * self.head_dim
         keys = self.keys.view(-1, width).index_select(0, ids)
         values = self.values.view(-1, width).index_select(0, ids)
@@ -139,7 +211,7 @@ class PagePool:
     def copy_pages(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy whole pages with everything in them."""
         src, dst = torch.from_numpy(source), torch.from_numpy(target)
-        for tensor in (self.keys, self.values, self.log_mass, self.positions):
+        for tensor in self._tensors:
             tensor[dst] = tensor[src]
 
     def check(self, owned: np.ndarray) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from minikv.cli import console
 from minikv.cli.batch import batch
+from minikv.cli.bench import bench
 from minikv.cli.chat import chat
 from minikv.cli.generate import generate
 from minikv.cli.info import info
@@ -42,7 +43,7 @@ def _common(
     """A small LLM inference engine built around its KV cache."""
 
 
-for _command in (chat, generate, batch, pull, info):
+for _command in (chat, generate, batch, pull, info, bench):
     app.command()(_command)
 
 

@@ -79,11 +79,14 @@ SOURCE = (
     Option("offline", "flag", "Use what is in the model cache; fetch nothing."),
 )
 ENGINE = (
-    Option("kv_dtype", "text", "KV cache type: auto, float32, float16 or bfloat16.", "auto", metavar="TYPE"),
+    Option(
+        "kv_dtype", "text", "KV entries: auto, float32, float16, bfloat16 or int8.", "auto", metavar="TYPE"
+    ),
     Option("kv_hot", "text", "Ceiling of the KV cache in memory, such as 64MiB.", metavar="SIZE"),
     Option("max_context", "int", "Tokens a sequence may reach; at most the model's own limit."),
     Option("device", "text", "auto or cpu.", "auto", metavar="NAME"),
-    Option("backend", "text", "Attention backend: auto, torch or reference.", "auto", metavar="NAME"),
+    Option("backend", "text", "Kernels: auto, cpu, torch or reference.", "auto", metavar="NAME"),
+    Option("weights", "text", "Weights in memory: auto, q4, q8, bf16 or f32.", "auto", metavar="TYPE"),
     Option("threads", "int", "CPU threads."),
     Option("max_seqs", "int", "Sequences that hold KV at once.", "16"),
     Option("prefill_chunk", "int", "Most prompt tokens of one sequence per step.", "512"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from minikv.errors import ConfigError
 from minikv.kernels.batch import Batch
 
-BACKENDS = ("torch", "reference")
+BACKENDS = ("cpu", "torch", "reference")
 
 
 class AttentionBackend(Protocol):
@@ -18,6 +18,7 @@ class AttentionBackend(Protocol):
 
     name: str
     page_size: int
+    keys_transposed: bool  # how key pages lie in the pool
 
     def plan(self, batch: Batch) -> None:
         """Prepare `batch.plan` once per pass, before the first layer."""
@@ -53,17 +54,38 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out_a * weight_a + out_b * weight_b, lse
 
 
-def choose_backend(name: str, device: str) -> tuple[AttentionBackend, str]:
-    """The backend for `name` (`auto`, `torch` or `reference`) and a sentence saying why."""
+def check_backend_name(name: str, device: str) -> None:
+    """Raise ConfigError for a backend or device that does not exist."""
+    if device not in ("auto", "cpu"):
+        raise ConfigError(f"device must be auto or cpu, not {device!r}.")
+    if name not in ("auto", *BACKENDS):
+        raise ConfigError(
+            f"backend must be auto, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, not {name!r}."
+        )
+
+
+def choose_backend(
+    name: str, device: str, threads: int, head_dim: int, page_size: int | None = None
+) -> tuple[AttentionBackend, str]:
+    """The backend for `name` (`auto` or one of `BACKENDS`) and a clause saying why.
+
+    `auto` takes the compiled kernels where they were built and fit the model, else plain torch.
+    Raises ConfigError when the one asked for cannot be used.
+    """
     from minikv.kernels.reference import ReferenceBackend
     from minikv.kernels.torch_cpu import TorchBackend
 
-    if device not in ("auto", "cpu"):
-        raise ConfigError(f"device must be auto or cpu, not {device!r}.")
-    if name == "auto":
-        return TorchBackend(), "plain torch kernels, the default on a CPU"
+    check_backend_name(name, device)
     if name == "torch":
         return TorchBackend(), "plain torch kernels, as asked"
     if name == "reference":
         return ReferenceBackend(), "the slow float64 oracle, as asked"
-    raise ConfigError(f"backend must be auto, {' or '.join(BACKENDS)}, not {name!r}.")
+    from minikv.kernels.cpu.backend import CpuBackend, why_unusable
+
+    problem = why_unusable(head_dim, page_size)
+    if problem is None:
+        backend = CpuBackend(threads)
+        return backend, f"compiled kernels, {backend.isa}, {threads} thread{'' if threads == 1 else 's'}"
+    if name == "cpu":
+        raise ConfigError(f"backend cpu cannot be used: {problem}; use backend torch.")
+    return TorchBackend(), f"plain torch kernels, because {problem}"

@@ -22,7 +22,7 @@ class Batch:
     row_starts: S + 1 offsets; sequence s owns rows row_starts[s]:row_starts[s + 1].
     logit_rows: rows whose logits are wanted.
     slots: [layers, kv_heads, T] int64, the pool row that each new key and value is written to.
-    lane_pages: [S, layers, kv_heads, P] int64, page ids; unused places hold page 0, always zero.
+    lane_pages: [S, layers, kv_heads, P] int32, page ids; unused places hold page 0, always zero.
     past_lengths: [S, layers, kv_heads] int64, entries in each lane before this pass.
     has_mass: whether a sequence holds entries whose log mass is not zero.
     cos, sin: [T, head_dim] float32, filled in by the decoder once per pass.

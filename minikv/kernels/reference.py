@@ -18,6 +18,7 @@ class ReferenceBackend:
 
     name = "reference"
     page_size = 32
+    keys_transposed = False
 
     def plan(self, batch: Batch) -> None:
         """Nothing to prepare."""
@@ -28,9 +29,8 @@ class ReferenceBackend:
         rotated = rotate(qkv[:, : qkv.shape[1] - kv_heads], batch.cos, batch.sin)
         q, k = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
         v = qkv[:, -kv_heads:]
-        k, v = k.to(batch.pool.dtype), v.to(batch.pool.dtype)
         batch.pool.write_rows(batch.slots[layer], k.transpose(0, 1), v.transpose(0, 1))
-        return q, k.to(q.dtype), v.to(q.dtype)
+        return q, batch.pool.rounded(k), batch.pool.rounded(v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.attend`."""

@@ -52,6 +52,7 @@ class TorchBackend:
 
     name = "torch"
     page_size = 32
+    keys_transposed = False
 
     def plan(self, batch: Batch) -> None:
         """Sort the batch into decode groups of similar length and prefill chunks."""
@@ -87,11 +88,8 @@ class TorchBackend:
         )
         q, k = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
         v = qkv[:, -kv_heads:]
-        pool = batch.pool
-        if pool.dtype != q.dtype:
-            k, v = k.to(pool.dtype), v.to(pool.dtype)
-        pool.write_rows(batch.slots[layer], k.transpose(0, 1), v.transpose(0, 1))
-        return q, k.to(q.dtype), v.to(q.dtype)
+        batch.pool.write_rows(batch.slots[layer], k.transpose(0, 1), v.transpose(0, 1))
+        return q, batch.pool.rounded(k), batch.pool.rounded(v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.attend`."""

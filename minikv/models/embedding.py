@@ -42,4 +42,10 @@ class BlockEmbedding:
         if not len(rows):
             width = gguf.dequantize(self.blocks[:1], self.block_type).shape[-1]
             return torch.empty((0, width), device=ids.device)
+        if self.block_type == gguf.GGMLQuantizationType.Q8_0:
+            # The usual type of a token table; one row is wanted in every step.
+            groups = rows.reshape(len(rows), -1, 34)
+            scales = groups[..., :2].copy().view(np.float16).astype(np.float32)
+            values = groups[..., 2:].view(np.int8) * scales
+            return torch.from_numpy(values.reshape(len(rows), -1)).to(ids.device)
         return torch.from_numpy(gguf.dequantize(rows, self.block_type)).to(ids.device)

@@ -11,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from minikv.kernels.cpu.pack import StoredBlocks
 from minikv.models.embedding import BlockEmbedding
 from minikv.models.gguf_file import GGUFFile
 from minikv.models.weights import EMBEDDING, HEAD, dominant_dtype
@@ -32,6 +33,7 @@ _LAYER = {
 }
 _LAYER_NAME = re.compile(r"^blk\.(0|[1-9]\d*)\.(\w+)\.(weight|bias)$")
 _BLOCK_VALUES = 1 << 18  # values dequantised at a time: temporaries stay in the processor's cache
+_PLAIN = ("F64", "F32", "F16", "BF16")
 _SAMPLE = 64  # bytes from each end of a tensor for the fingerprint
 
 
@@ -95,6 +97,15 @@ class GGUFWeights:
         for start in range(0, len(rows), step):
             out[start : start + step] = _dequantise(rows[start : start + step], tensor.tensor_type)
         return _half_split(out.reshape(shape), self._heads_of(name))
+
+    def blocks(self, name: str) -> StoredBlocks | None:
+        """A matrix as the file quantised it; None for plain numbers."""
+        tensor = self._file.tensors[self._stored[name]]
+        if tensor.tensor_type.name in _PLAIN:
+            return None
+        heads = self._heads_of(name)
+        order = None if heads is None else _half_split(torch.arange(self.shape(name)[0]), heads)
+        return StoredBlocks(tensor.tensor_type.name, tensor.data, order)
 
     def sample(self, name: str) -> bytes:
         """A few stored bytes from both ends of the tensor."""

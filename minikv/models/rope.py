@@ -13,11 +13,15 @@ from torch import Tensor
 
 from minikv.models.config import RopeConfig
 
+# Positions whose tables are kept: at head_dim 128 they take 16 MB.
+_TABLE_ROWS = 1 << 14
+
 
 class Rope:
     """cos and sin of one model's rotary embedding, with the yarn attention factor folded in.
 
-    Every RoPE type computes its rows on demand: no table of the context's size is held.
+    Rows of positions below `_TABLE_ROWS` are kept in a table that grows with use; others, and all of
+    the dynamic type, are computed on demand.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
@@ -26,6 +30,7 @@ class Rope:
         self.head_dim = head_dim
         self.inv_freq = inverse_frequencies(rope, head_dim)
         self.attention_factor = attention_factor(rope)
+        self._table = self._rows(torch.zeros(0, dtype=torch.int64), self.inv_freq)
 
     def cos_sin(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Tables for `positions` [T] int64: cos, sin [T, head_dim] float32.
@@ -35,10 +40,17 @@ class Rope:
         """
         if self.config.kind == "dynamic":
             inv_freq = self._dynamic_frequencies(positions + 1 if lengths is None else lengths)
-        else:
-            if self.inv_freq.device != positions.device:
-                self.inv_freq = self.inv_freq.to(positions.device)
-            inv_freq = self.inv_freq
+            return self._rows(positions, inv_freq)
+        last = int(positions.max()) if positions.shape[0] else 0
+        if last >= _TABLE_ROWS:
+            return self._rows(positions, self.inv_freq.to(positions.device))
+        cos, sin = self._table
+        if last >= cos.shape[0]:
+            rows = torch.arange(max(1024, 1 << last.bit_length()))
+            cos, sin = self._table = self._rows(rows, self.inv_freq)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def _rows(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         angles = (positions.to(torch.float32)[:, None] * inv_freq).double()
         # float64 here: the float32 routines differ in the last bit between vector lanes and tail.
         cos, sin = angles.cos().float(), angles.sin().float()

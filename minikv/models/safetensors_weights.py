@@ -91,6 +91,9 @@ class SafetensorsWeights:
         """This tensor as `dtype` in fresh contiguous memory."""
         return self._mapped(name).to(dtype, copy=True).contiguous()
 
+    def blocks(self, name: str) -> None:
+        """None: no quantised types are read from safetensors."""
+
     def sample(self, name: str) -> bytes:
         """A few stored bytes from both ends of the tensor."""
         flat = self._mapped(name).flatten()

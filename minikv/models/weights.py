@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minikv.errors import ModelError
+from minikv.kernels.cpu.pack import StoredBlocks
 from minikv.models.config import ModelConfig, expected_shapes
 from minikv.models.embedding import Embedding
 
@@ -43,6 +44,10 @@ class WeightSource(Protocol):
 
     def load(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """This tensor as `dtype` in fresh contiguous memory."""
+        ...
+
+    def blocks(self, name: str) -> StoredBlocks | None:
+        """A matrix as the file quantised it, if it is stored as blocks; None for plain numbers."""
         ...
 
     def sample(self, name: str) -> bytes:

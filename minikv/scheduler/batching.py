@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,33 +15,41 @@ from minikv.scheduler.scheduler import Scheduled
 
 def build_batch(store: LaneStore, plan: list[Scheduled]) -> Batch:
     """Flat ids and positions, row ranges, lane tables, and the write slots of all layers at once."""
-    seqs = np.array([item.request.seq for item in plan])
-    row_starts = np.cumsum([0, *(item.count for item in plan)])
-    ids: list[int] = []
-    positions, rope_lengths, slots, logit_rows = [], [], [], []
-    for item, end in zip(plan, row_starts[1:], strict=True):
-        request, start = item.request, item.request.num_computed
-        assert request.seq is not None
-        ids += request.tokens[start : start + item.count]
-        span = np.arange(start, start + item.count)
-        positions.append(span)
-        # Dynamic RoPE scales with the length a token was first computed for; recomputing after a
-        # preemption must give the same rotation.
-        rope_lengths.append(np.maximum(span + 1, request.num_prompt))
-        slots.append(store.next_slots(request.seq, item.count))
-        if item.count == request.num_remaining:
-            logit_rows.append(int(end) - 1)
+    requests = [item.request for item in plan]
+    counts = [item.count for item in plan]
+    seqs = np.array([request.seq for request in requests])
+    row_starts = [0, *accumulate(counts)]
     lengths = store.lengths[seqs]
-    in_use = int(max(1, -(-(lengths + np.diff(row_starts)[:, None, None]).max() // store.pool.page_size)))
+    if row_starts[-1] == len(plan):
+        slots = store.decode_slots(seqs)
+        longest = int(lengths.max()) + 1
+    else:
+        parts = [store.next_slots(int(seq), count) for seq, count in zip(seqs, counts, strict=True)]
+        slots = np.concatenate(parts, axis=-1)
+        longest = int((lengths.reshape(len(plan), -1).max(axis=1) + counts).max())
+    first = np.array([request.num_computed for request in requests])
+    rows = np.arange(row_starts[-1])
+    positions = rows + np.repeat(first - row_starts[:-1], counts)
+    # Dynamic RoPE scales with the length a token was first computed for; recomputing after a
+    # preemption must give the same rotation.
+    prompts = np.repeat([request.num_prompt for request in requests], counts)
+    ids: list[int] = []
+    for request, count in zip(requests, counts, strict=True):
+        ids += request.tokens[request.num_computed : request.num_computed + count]
+    finished = [
+        end - 1
+        for request, count, end in zip(requests, counts, row_starts[1:], strict=True)
+        if count == request.num_remaining
+    ]
     return Batch(
         pool=store.pool,
         token_ids=torch.tensor(ids),
-        positions=_tensor(np.concatenate(positions)),
-        rope_lengths=_tensor(np.concatenate(rope_lengths)),
-        row_starts=row_starts.tolist(),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-        slots=_tensor(np.concatenate(slots, axis=-1)),
-        lane_pages=_tensor(store.pages[seqs, :, :, :in_use]),
+        positions=_tensor(positions),
+        rope_lengths=_tensor(np.maximum(positions + 1, prompts)),
+        row_starts=row_starts,
+        logit_rows=torch.tensor(finished, dtype=torch.int64),
+        slots=_tensor(slots),
+        lane_pages=torch.from_numpy(store.pages[seqs, :, :, : -(-longest // store.pool.page_size)]),
         past_lengths=_tensor(lengths),
         has_mass=store.has_mass[seqs].tolist(),
     )

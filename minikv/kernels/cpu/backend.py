@@ -1,0 +1,173 @@
+"""The compiled backend: attention straight from pages, and whole decoder layers in one call."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minikv.errors import ConfigError
+from minikv.kernels.batch import Batch
+from minikv.kernels.cpu.library import (
+    BatchStruct,
+    LayerStruct,
+    LibraryMissing,
+    ModelStruct,
+    PoolStruct,
+    instruction_sets,
+    load_library,
+)
+from minikv.kernels.cpu.pack import PackedMatrix
+
+if TYPE_CHECKING:
+    from minikv.cache.pool import PagePool
+
+PAGE_SIZE = 32
+LARGEST_HEAD_DIM = 256
+_KV_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+
+
+def why_unusable(head_dim: int, page_size: int | None) -> str | None:
+    """Why the compiled kernels cannot serve a model, as a clause; None if they can."""
+    try:
+        load_library()
+    except LibraryMissing as error:
+        return str(error)
+    if head_dim % 16 or head_dim > LARGEST_HEAD_DIM:
+        return f"their head_dim is a multiple of 16 up to {LARGEST_HEAD_DIM}, not {head_dim}"
+    if page_size not in (None, PAGE_SIZE):
+        return f"their pages have {PAGE_SIZE} entries, not {page_size}"
+    return None
+
+
+@dataclass
+class _Plan:
+    """The batch as the library sees it, and the tensors its pointers lead to."""
+
+    batch: BatchStruct
+    pool: PoolStruct
+    kept: list[Tensor]
+
+
+class CpuBackend:
+    """Kernels compiled from C++, chosen for this processor at load.
+
+    threads: size of the thread team. isa: an instruction set by name, None for the best one.
+    A backend serves one engine at a time. Raises LibraryMissing when the library was not built,
+    ConfigError when the system refuses so many threads.
+    """
+
+    name = "cpu"
+    page_size = PAGE_SIZE
+    keys_transposed = True
+
+    def __init__(self, threads: int, isa: str | None = None):
+        self.library = load_library()
+        known = instruction_sets(self.library)
+        self.isa = isa or known[0]
+        if self.isa not in known:
+            raise ValueError(f"this processor has no {self.isa}")
+        self.threads = threads
+        self.context = self.library.mkv_create(threads, self.isa.encode())
+        if not self.context:
+            raise ConfigError(f"The system could not start {threads} threads; ask for fewer.")
+        self._finalizer = weakref.finalize(self, self.library.mkv_destroy, self.context)
+        # At the end of the process another thread may still be inside a call; the system cleans up.
+        self._finalizer.atexit = False
+
+    def plan(self, batch: Batch) -> None:
+        """Point the library's structures at the batch's tensors."""
+        starts = torch.tensor(batch.row_starts)
+        pages = batch.lane_pages.to(torch.int32).contiguous()
+        positions = batch.positions.contiguous()
+        masses = torch.tensor(batch.has_mass, dtype=torch.uint8)
+        kept = [starts, batch.slots, pages, batch.past_lengths, masses, positions, batch.cos, batch.sin]
+        struct = BatchStruct(
+            batch.num_rows, batch.num_sequences, pages.shape[-1], 0, *(t.data_ptr() for t in kept)
+        )
+        batch.plan = _Plan(struct, pool_struct(batch.pool), kept)
+
+    def rotate_and_write(self, qkv: Tensor, batch: Batch, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AttentionBackend.rotate_and_write`; rotates `qkv` in place."""
+        kv_heads = batch.slots.shape[1]
+        qkv = qkv.contiguous()
+        model = self._heads(qkv, batch)
+        plan: _Plan = batch.plan
+        _check(self.library.mkv_write(self.context, model, plan.pool, plan.batch, qkv.data_ptr(), layer))
+        queries = qkv.shape[1] - 2 * kv_heads
+        q, k, v = qkv.split([queries, kv_heads, kv_heads], dim=1)
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
+        """See `AttentionBackend.attend`; keys and values are read from the pool, where they are rounded."""
+        qkv = torch.cat((q, k, v), dim=1)
+        model = self._heads(qkv, batch)
+        out = q.new_empty(q.shape)
+        lse = q.new_empty(q.shape[:2])
+        plan: _Plan = batch.plan
+        status = self.library.mkv_attend(
+            self.context, model, plan.pool, plan.batch, qkv.data_ptr(), out.data_ptr(), lse.data_ptr(), layer
+        )
+        _check(status)
+        return out, lse
+
+    def linear(self, matrix: PackedMatrix, x: Tensor) -> Tensor:
+        """x [rows, inputs] times the packed matrix: [rows, outputs] float32."""
+        x = x.contiguous()
+        y = x.new_empty(len(x), matrix.outputs)
+        _check(self.library.mkv_linear(self.context, matrix.struct, x.data_ptr(), len(x), y.data_ptr()))
+        return y
+
+    def logits(self, head: PackedMatrix, hidden: Tensor, rows: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Rows [n] int64 of hidden [T, hidden], normalised and times the head: [n, vocab] float32."""
+        count = rows.shape[0]
+        out = hidden.new_empty(count, head.outputs)
+        _check(
+            self.library.mkv_logits(
+                self.context,
+                head.struct,
+                hidden.data_ptr(),
+                rows.data_ptr(),
+                count,
+                norm.data_ptr(),
+                eps,
+                out.data_ptr(),
+            )
+        )
+        return out
+
+    def layers(self, model: ModelStruct, batch: Batch, hidden: Tensor, first: int, last: int) -> None:
+        """Run the decoder layers [first, last) over hidden [T, hidden] float32, in place."""
+        plan: _Plan = batch.plan
+        status = self.library.mkv_layers(
+            self.context, model, plan.pool, plan.batch, hidden.data_ptr(), first, last
+        )
+        _check(status)
+
+    def _heads(self, qkv: Tensor, batch: Batch) -> ModelStruct:
+        layers, kv_heads = batch.slots.shape[:2]
+        none = ctypes.POINTER(LayerStruct)()
+        return ModelStruct(0, 0, qkv.shape[1] - 2 * kv_heads, kv_heads, qkv.shape[2], layers, 0.0, none)
+
+
+def _check(status: int) -> None:
+    """`Status` in api.cpp."""
+    if status:
+        raise MemoryError("the compiled kernels found no memory for their buffers")
+
+
+def pool_struct(pool: PagePool) -> PoolStruct:
+    """The page pool as the library sees it."""
+    scales = [t.data_ptr() if t is not None else None for t in (pool.key_scales, pool.value_scales)]
+    return PoolStruct(
+        _KV_KINDS[pool.dtype],
+        pool.keys.data_ptr(),
+        pool.values.data_ptr(),
+        *scales,
+        pool.log_mass.data_ptr(),
+        pool.positions.data_ptr(),
+    )

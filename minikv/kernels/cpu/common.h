@@ -1,0 +1,131 @@
+// Types shared by all kernel files, and the table through which one instruction set is chosen.
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "team.h"
+
+// Before version 16, clang knows the dot product only where all code is compiled for it.
+#if defined(__aarch64__) && (!defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_DOTPROD))
+#define MKV_HAVE_NEON
+#endif
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat {
+  uint16_t bits;
+};
+
+float half_to_float(uint16_t bits);
+uint16_t float_to_half(float x);
+inline float bfloat_to_float(uint16_t bits) {
+  const uint32_t wide = (uint32_t)bits << 16;
+  float x;
+  std::memcpy(&x, &wide, 4);
+  return x;
+}
+// Round to nearest, ties to even; a NaN stays one.
+inline uint16_t float_to_bfloat(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (x != x) return (uint16_t)((bits >> 16) | 64);
+  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+enum MatrixKind : int32_t { kQ4 = 0, kQ8 = 1, kF32 = 2, kBF16 = 3, kF16 = 4 };
+enum KVKind : int32_t { kKVF32 = 0, kKVF16 = 1, kKVBF16 = 2, kKVInt8 = 3 };
+
+// W [outputs, inputs], packed in groups of eight outputs (matmul.h); bias has room for whole groups.
+struct Matrix {
+  int32_t kind, outputs, inputs, groups;
+  const void* data;
+  const float* bias;
+};
+
+// Rows of activations as floats [rows][stride] and, for quantised weights, as codes: int8
+// [rows][inputs] with a scale and scale * sum(codes) per group of 32.
+struct Activations {
+  float* rows;
+  size_t stride;
+  int8_t* codes;
+  float *scales, *sums;
+};
+
+// One decoder layer. Norm weights have `hidden` floats, q_norm and k_norm `head_dim` or are null.
+struct Layer {
+  const float *attention_norm, *q_norm, *k_norm, *mlp_norm;
+  Matrix qkv, output, gate, up, down;
+};
+
+struct Model {
+  int32_t hidden, inner, query_heads, kv_heads, head_dim, num_layers;
+  float eps;
+  const Layer* layers;
+};
+
+// The page pool. Keys [pages][head_dim][32], values [pages][32][head_dim]; scales and masses [pages][32].
+struct Pool {
+  int32_t kind;
+  void *keys, *values;
+  float *key_scales, *value_scales, *masses;
+  int32_t* positions;  // [pages][32]
+};
+
+// One forward pass: T rows of S sequences; see the Python batch object for the meaning.
+struct Batch {
+  int32_t rows, sequences, max_pages, unused;
+  const int64_t* row_starts;    // [S + 1]
+  const int64_t* slots;         // [layers][kv_heads][T]
+  const int32_t* lane_pages;    // [S][layers][kv_heads][max_pages]
+  const int64_t* past_lengths;  // [S][layers][kv_heads]
+  const uint8_t* has_mass;      // [S]
+  const int64_t* positions;     // [T]
+  const float *cos, *sin;       // [T][head_dim]
+};
+
+// Attention work of one layer: a block of a lane for all rows, or a run of rows over the whole lane.
+struct Task {
+  int32_t sequence, head, first, rows, start, split;
+  int64_t scratch;  // first row in the scratch of partial results, split tasks only
+};
+
+constexpr int kTaskRows = 96, kMaxHeadDim = 256;
+
+// Everything the threads of one forward pass share.
+struct Run {
+  const Model* model;
+  const Batch* batch;
+  const Pool* pool;
+  const Layer* layer;
+  Team* team;
+  float *hidden, *qkv, *attended, *gate, *up, *lse;
+  Activations normed, attention, gated;
+  float* scratch;
+  struct Partial* partials;
+  const std::vector<Task>*tasks, *merges;
+  std::atomic<int64_t>* next_task;
+};
+
+// What one block of entries, or several merged, give a query row beside its weighted value.
+struct Partial {
+  float peak, total;
+};
+
+// The kernels of one instruction set.
+struct Kernels {
+  const char* name;
+  void (*layer)(const Run&, int layer, int thread, int threads);
+  void (*attention)(const Run&, int layer, int thread, int threads);
+  void (*write)(const Run&, int layer, int begin, int end);
+  void (*encode)(const Matrix&, const Activations&, int begin, int end);
+  void (*multiply)(const Matrix&, const Activations&, int rows, float* y, size_t stride, bool add, int begin,
+                   int end);
+  void (*rms_norm)(const float* x, const float* weight, float* y, int n, float eps);
+};

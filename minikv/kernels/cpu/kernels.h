@@ -1,0 +1,9 @@
+// All kernels, for one instruction set; the including file says which.
+#pragma once
+
+#include "simd.h"
+#include "dots.h"
+#include "matmul.h"
+#include "attention.h"
+#include "ops.h"
+#include "forward.h"
