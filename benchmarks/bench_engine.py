@@ -35,9 +35,11 @@ class Ours:
     """minikv behind the same method as the peer."""
 
     def __init__(self, model: str, threads: int) -> None:
-        from minikv import LLM
+        from minikv import LLM, CacheConfig
 
-        self.llm = LLM(model, max_seqs=BATCH, threads=threads)
+        # The peer's precision throughout, so that both do the same work.
+        cache = CacheConfig(kv_dtype="float32")
+        self.llm = LLM(model, weights="f32", cache=cache, max_seqs=BATCH, threads=threads)
 
     def generate(self, prompts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
         """See `Engine`."""

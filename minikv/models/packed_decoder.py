@@ -15,6 +15,7 @@ from minikv.kernels.cpu.pack import (
     BLOCK_TYPES,
     GROUP,
     PackedMatrix,
+    WeightArena,
     pack_blocks,
     pack_codes,
     pack_dense,
@@ -87,6 +88,7 @@ class PackedDecoder:
 class _Loader:
     def __init__(self, config: ModelConfig, weights: WeightSource, library: ctypes.CDLL, kind: str):
         self.config, self.weights, self.library, self.kind = config, weights, library, kind
+        self.arena = WeightArena()
 
     def layer(self, index: int) -> _Layer:
         config, prefix = self.config, f"model.layers.{index}"
@@ -142,15 +144,16 @@ class _Loader:
 
     def _pack(self, names: list[str], bias: Tensor | None, kind: str) -> PackedMatrix:
         if kind not in ("q4", "q8"):
-            return pack_dense(torch.cat([self.weights.load(name) for name in names]), kind, bias)
+            return pack_dense(torch.cat([self.weights.load(n) for n in names]), kind, bias, self.arena)
         stored = [self.weights.blocks(name) for name in names]
         blocks = [b for b in stored if b is not None and BLOCK_TYPES.get(b.type, (0, ""))[1] == kind]
         same_type = len({b.type for b in blocks}) == 1
         whole_groups = all(len(b.data) % 8 == 0 for b in blocks[:-1])
         if len(blocks) == len(names) and same_type and whole_groups:
             inputs = self.weights.shape(names[0])[1]
-            return pack_blocks(self.library, blocks, inputs, bias)
-        return pack_codes(quantise(torch.cat([self.weights.load(name) for name in names]), kind), bias)
+            return pack_blocks(self.library, blocks, inputs, bias, self.arena)
+        codes = quantise(torch.cat([self.weights.load(name) for name in names]), kind)
+        return pack_codes(codes, bias, self.arena)
 
 
 # What `auto` makes of a stored type; all others become q8.

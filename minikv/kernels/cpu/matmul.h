@@ -46,6 +46,8 @@ static inline void quantise_row(const float* x, int8_t* codes, float* scales, fl
 }
 
 static constexpr size_t kQ4Group = 160, kQ8Group = 272;
+// Bytes ahead at which weights are fetched for one row: measured best of 1, 2, 4 and 8 KB.
+static constexpr size_t kAhead = 4096;
 
 // G groups of eight outputs x T tokens.
 template <int T, int G>
@@ -65,7 +67,7 @@ static inline void q4_tile(const uint8_t* w, size_t stride, int blocks, const Ac
       for (int t = 0; t < T; t++) sum[g][t] = sum_zero();
     if (T == 1)
       for (int g = 0; g < G; g++)
-        for (int line = 0; line < 3; line++) prefetch(w + g * stride + 2048 + 64 * line);
+        for (int line = 0; line < 3; line++) prefetch(w + g * stride + kAhead + 64 * line);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
       B32 low[G], high[G];
@@ -111,7 +113,7 @@ static inline void q8_tile(const uint8_t* w, size_t stride, int blocks, const Ac
       for (int t = 0; t < T; t++) sum[g][t] = sum_zero();
     if (T == 1)
       for (int g = 0; g < G; g++)
-        for (int line = 0; line < 5; line++) prefetch(w + g * stride + 2048 + 64 * line);
+        for (int line = 0; line < 5; line++) prefetch(w + g * stride + kAhead + 64 * line);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++) {
       B32 v[G];

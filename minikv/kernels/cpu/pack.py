@@ -7,7 +7,9 @@ scale, minimum and codes are the file's own (Q4_0 is Q4_1 with minimum = -8 scal
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +26,43 @@ _DENSE = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 # GGUF types that are packed as they are: the number the library knows them by, and their kind.
 BLOCK_TYPES = {"Q4_0": (0, "q4"), "Q4_1": (1, "q4"), "Q8_0": (2, "q8")}
 _GROUP_BYTES = {"q4": 160, "q8": 272}  # eight outputs, 32 inputs
+
+
+class WeightArena:
+    """Memory for packed weights, on huge pages where the system has them.
+
+    A step reads all weights front to back; with small pages every 4 KB cost a walk of the page table.
+    Memory is mapped in slabs and handed out front to back; it lives as long as a tensor uses it.
+    """
+
+    def __init__(self) -> None:
+        self._slab = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """`size` bytes, aligned to a cache line, not initialised."""
+        rounded = -(-size // _LINE) * _LINE
+        if rounded > self._slab.shape[0]:
+            self._slab = _map(max(rounded, _SLAB))
+        taken, self._slab = self._slab[:size], self._slab[rounded:]
+        return taken
+
+    def copy(self, data: Tensor) -> Tensor:
+        """The bytes of `data` moved here."""
+        flat = data.contiguous().view(torch.uint8).flatten()
+        return self.take(flat.shape[0]).copy_(flat)
+
+
+_LINE = 64
+_SLAB = 32 << 20
+
+
+def _map(size: int) -> Tensor:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system without huge pages
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(area, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -93,7 +132,11 @@ def dequantise(codes: Codes) -> Tensor:
 
 
 def pack_blocks(
-    library: ctypes.CDLL, parts: Sequence[StoredBlocks], inputs: int, bias: Tensor | None = None
+    library: ctypes.CDLL,
+    parts: Sequence[StoredBlocks],
+    inputs: int,
+    bias: Tensor | None = None,
+    arena: WeightArena | None = None,
 ) -> PackedMatrix:
     """Matrices of one of `BLOCK_TYPES` with the same inputs, one below the other, without rounding.
 
@@ -102,7 +145,7 @@ def pack_blocks(
     number, kind = BLOCK_TYPES[parts[0].type]
     counts = [len(part.data) for part in parts]
     sizes = [-(-count // 8) * (inputs // GROUP) * _GROUP_BYTES[kind] for count in counts]
-    data = torch.empty(sum(sizes), dtype=torch.uint8)
+    data = (arena or WeightArena()).take(sum(sizes))
     start = data.data_ptr()
     for part, count, size in zip(parts, counts, sizes, strict=True):
         order = None if part.order is None else part.order.to(torch.int32)
@@ -113,7 +156,7 @@ def pack_blocks(
     return PackedMatrix(kind, sum(counts), inputs, data, bias)
 
 
-def pack_codes(codes: Codes, bias: Tensor | None = None) -> PackedMatrix:
+def pack_codes(codes: Codes, bias: Tensor | None = None, arena: WeightArena | None = None) -> PackedMatrix:
     """Interleave the rows of a quantised matrix."""
     outputs, groups = codes.scales.shape
     parts = [_interleave(codes.scales)]
@@ -124,14 +167,17 @@ def pack_codes(codes: Codes, bias: Tensor | None = None) -> PackedMatrix:
         parts.append(_interleave(halves.view(outputs, groups, 4, 4)))
     else:
         parts.append(_interleave(codes.codes.view(torch.uint8).view(outputs, groups, 8, 4)))
-    return PackedMatrix(codes.kind, outputs, groups * GROUP, torch.cat(parts, dim=-1), bias)
+    data = (arena or WeightArena()).copy(torch.cat(parts, dim=-1))
+    return PackedMatrix(codes.kind, outputs, groups * GROUP, data, bias)
 
 
-def pack_dense(weight: Tensor, kind: str, bias: Tensor | None = None) -> PackedMatrix:
+def pack_dense(
+    weight: Tensor, kind: str, bias: Tensor | None = None, arena: WeightArena | None = None
+) -> PackedMatrix:
     """Interleave the rows of an unquantised matrix as `f32`, `bf16` or `f16`."""
     outputs, inputs = weight.shape
     rows = _pad_rows(weight.to(_DENSE[kind]))
-    data = rows.view(-1, 8, inputs).permute(0, 2, 1).contiguous()
+    data = (arena or WeightArena()).copy(rows.view(-1, 8, inputs).permute(0, 2, 1))
     return PackedMatrix(kind, outputs, inputs, data, bias)
 
 
