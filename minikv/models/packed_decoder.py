@@ -144,7 +144,7 @@ class _Loader:
 
     def _pack(self, names: list[str], bias: Tensor | None, kind: str) -> PackedMatrix:
         if kind not in ("q4", "q8"):
-            return pack_dense(torch.cat([self.weights.load(n) for n in names]), kind, bias, self.arena)
+            return pack_dense(self._load(names), kind, bias, self.arena)
         stored = [self.weights.blocks(name) for name in names]
         blocks = [b for b in stored if b is not None and BLOCK_TYPES.get(b.type, (0, ""))[1] == kind]
         same_type = len({b.type for b in blocks}) == 1
@@ -152,8 +152,13 @@ class _Loader:
         if len(blocks) == len(names) and same_type and whole_groups:
             inputs = self.weights.shape(names[0])[1]
             return pack_blocks(self.library, blocks, inputs, bias, self.arena)
-        codes = quantise(torch.cat([self.weights.load(name) for name in names]), kind)
+        codes = quantise(self._load(names), kind)
         return pack_codes(codes, bias, self.arena)
+
+    def _load(self, names: list[str]) -> Tensor:
+        """Weights one below the other; one alone, such as a large head, is not copied."""
+        loaded = [self.weights.load(name) for name in names]
+        return loaded[0] if len(loaded) == 1 else torch.cat(loaded)
 
 
 # What `auto` makes of a stored type; all others become q8.

@@ -46,10 +46,15 @@ class WeightArena:
         taken, self._slab = self._slab[:size], self._slab[rounded:]
         return taken
 
-    def copy(self, data: Tensor) -> Tensor:
-        """The bytes of `data` moved here."""
-        flat = data.contiguous().view(torch.uint8).flatten()
-        return self.take(flat.shape[0]).copy_(flat)
+
+def _take(arena: WeightArena | None, size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8) if arena is None else arena.take(size)
+
+
+def _store(arena: WeightArena | None, data: Tensor) -> Tensor:
+    """`data`, of any strides, written there contiguously."""
+    taken = _take(arena, data.numel() * data.element_size())
+    return taken.view(data.dtype).view(data.shape).copy_(data)
 
 
 _LINE = 64
@@ -145,7 +150,7 @@ def pack_blocks(
     number, kind = BLOCK_TYPES[parts[0].type]
     counts = [len(part.data) for part in parts]
     sizes = [-(-count // 8) * (inputs // GROUP) * _GROUP_BYTES[kind] for count in counts]
-    data = (arena or WeightArena()).take(sum(sizes))
+    data = _take(arena, sum(sizes))
     start = data.data_ptr()
     for part, count, size in zip(parts, counts, sizes, strict=True):
         order = None if part.order is None else part.order.to(torch.int32)
@@ -167,7 +172,7 @@ def pack_codes(codes: Codes, bias: Tensor | None = None, arena: WeightArena | No
         parts.append(_interleave(halves.view(outputs, groups, 4, 4)))
     else:
         parts.append(_interleave(codes.codes.view(torch.uint8).view(outputs, groups, 8, 4)))
-    data = (arena or WeightArena()).copy(torch.cat(parts, dim=-1))
+    data = _store(arena, torch.cat(parts, dim=-1))
     return PackedMatrix(codes.kind, outputs, groups * GROUP, data, bias)
 
 
@@ -177,7 +182,7 @@ def pack_dense(
     """Interleave the rows of an unquantised matrix as `f32`, `bf16` or `f16`."""
     outputs, inputs = weight.shape
     rows = _pad_rows(weight.to(_DENSE[kind]))
-    data = (arena or WeightArena()).copy(rows.view(-1, 8, inputs).permute(0, 2, 1))
+    data = _store(arena, rows.view(-1, 8, inputs).permute(0, 2, 1))
     return PackedMatrix(kind, outputs, inputs, data, bias)
 
 
