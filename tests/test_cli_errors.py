@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -239,13 +238,7 @@ def test_version_is_printed() -> None:
     assert invoke("--version").stdout.startswith("minikv ")
 
 
-def test_help_comes_within_a_second() -> None:
-    best = 9.0
-    for _ in range(3):
-        begin = time.perf_counter()
-        subprocess.run([*COMMAND, "--help"], cwd=ROOT, check=True, capture_output=True)
-        best = min(best, time.perf_counter() - begin)
-    assert best < 1.0
+def test_help_loads_nothing_heavy() -> None:
     for command in ("chat", "generate", "batch", "pull", "info"):
         code = f"import sys; sys.argv = ['minikv', '{command}', '--help']\nfrom minikv.cli.app import main\n"
         code += "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
