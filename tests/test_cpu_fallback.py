@@ -174,3 +174,11 @@ def test_without_a_description_every_processor_is_a_core(
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     assert default_threads(tmp_path) == 6
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler to build the kernels with")
+def test_with_a_compiler_the_kernels_are_there() -> None:
+    """The build is optional, and without it the kernels' own tests are skipped: that must not go unseen."""
+    from minikv.kernels.cpu.library import load_library
+
+    assert load_library().mkv_version() > 0
