@@ -27,6 +27,8 @@ class Batch:
     has_mass: whether a sequence holds entries whose log mass is not zero.
     cos, sin: [T, head_dim] float32, filled in by the decoder once per pass.
     plan: the backend's own preparation, filled in by `AttentionBackend.plan`.
+    capture_rows: [R] int64, rows whose queries are wanted, or None.
+    captured: [layers, R, query_heads, head_dim] float32, their rotated queries, filled in by the decoder.
 
     Query row t of a sequence sees all entries that its lane held before the pass, and the rows
     0..t of the pass.
@@ -45,6 +47,8 @@ class Batch:
     cos: Tensor = field(default_factory=lambda: torch.empty(0))
     sin: Tensor = field(default_factory=lambda: torch.empty(0))
     plan: Any = None
+    capture_rows: Tensor | None = None
+    captured: Tensor | None = None
 
     @property
     def num_rows(self) -> int:

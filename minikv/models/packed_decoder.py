@@ -77,6 +77,9 @@ class PackedDecoder:
         """Logits [len(batch.logit_rows), vocab] float32; keys and values of all rows are written."""
         hidden = self.embedding.lookup(batch.token_ids)
         batch.cos, batch.sin = self.rope.cos_sin(batch.positions, batch.rope_lengths)
+        if batch.capture_rows is not None:
+            heads, width = self.config.num_query_heads, self.config.head_dim
+            batch.captured = torch.empty(self.config.num_layers, len(batch.capture_rows), heads, width)
         self.backend.plan(batch)
         self.backend.layers(self._model, batch, hidden, 0, self.config.num_layers)
         if not batch.logit_rows.shape[0]:

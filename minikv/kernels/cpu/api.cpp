@@ -234,7 +234,7 @@ void run_layers(Context& c, const Model* m, const Pool* p, const Batch* b, float
 #define MKV_API extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of a structure or signature here.
-MKV_API int mkv_version() { return 3; }
+MKV_API int mkv_version() { return 4; }
 
 // Name of the i-th supported instruction set, best first; null past the end.
 MKV_API const char* mkv_isa(int i) {
@@ -333,7 +333,7 @@ MKV_API int mkv_linear(Context* c, const Matrix* w, const float* x, int rows, fl
       c->kernels->encode(*w, in, share(rows, thread), share(rows, thread + 1));
       team.barrier();
       c->kernels->multiply(*w, in, rows, y, w->outputs, false, share(w->groups, thread),
-                           share(w->groups, thread + 1));
+                           share(w->groups, thread + 1), nullptr);
     });
   });
 }
@@ -353,7 +353,7 @@ MKV_API int mkv_logits(Context* c, const Matrix* head, const float* hidden, cons
       c->kernels->encode(*head, in, begin, end);
       team.barrier();
       c->kernels->multiply(*head, in, count, out, head->outputs, false, share(head->groups, thread),
-                           share(head->groups, thread + 1));
+                           share(head->groups, thread + 1), nullptr);
     });
   });
 }

@@ -20,15 +20,28 @@ struct Lane {
   float scale;
 };
 
+// Pages to fetch while others are read: they lie anywhere in memory, where the hardware does not look
+// ahead. Each read of a row fetches one, so that fetching never gets ahead of what memory delivers.
+struct Ahead {
+  const char *key, *value;  // both null where they are at hand already
+};
+
+template <class KV>
+static inline void prefetch_row(const char* page, int row) {
+  for (size_t line = 0; line < kPage * sizeof(KV); line += 64) prefetch_far(page + row * kPage * sizeof(KV) + line);
+}
+
 // Scores of R rows with the 8 * V entries from `start` of one page.
 template <class KV, int R, int V>
 static inline void score_part(const Lane<KV>& lane, int page, int start, const float* const* q,
-                              float (*scores)[kBlock], int at) {
+                              float (*scores)[kBlock], int at, const Ahead& ahead) {
   const KV* k = lane.keys + (size_t)page * lane.head_dim * kPage + start;
   F8 acc[R][V];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) acc[r][v] = f8_zero();
   for (int d = 0; d < lane.head_dim; d++, k += kPage) {
+    if (ahead.key && (V == 4 || start == 0)) prefetch_row<KV>(ahead.key, d);
+    if (ahead.key && (V == 4 || start != 0)) prefetch_row<KV>(ahead.value, d);
     F8 key[V];
     for (int v = 0; v < V; v++) key[v] = f8_load_as(k + 8 * v);
     for (int r = 0; r < R; r++) {
@@ -87,10 +100,11 @@ static inline void value_part(const Lane<KV>& lane, const int32_t* pages, int co
     for (int v = 0; v < V; v++) f8_store(out[r] + start + 8 * v, acc[r][v]);
 }
 
-// One block for R rows: row r sees the first valid[r] >= 1 entries from entry `start` on.
+// One block for R rows: row r sees the first valid[r] >= 1 entries from entry `start` on. `fresh` when the
+// block was not read just before.
 template <class KV, int R>
 static void block_rows(const Lane<KV>& lane, int start, const int* valid, const float* const* q,
-                       float* const* out, Partial* partial) {
+                       float* const* out, Partial* partial, bool fresh) {
   constexpr int kScoreVectors = R <= 2 ? 4 : 2;
   constexpr int kValueVectors = R == 1 ? 8 : R <= 3 ? 4 : 2;
   alignas(32) float scores[R][kBlock];
@@ -98,13 +112,15 @@ static void block_rows(const Lane<KV>& lane, int start, const int* valid, const 
   int most = 0;
   for (int r = 0; r < R; r++) most = valid[r] > most ? valid[r] : most;
   const int used = (most + kPage - 1) / kPage;
+  const size_t size = sizeof(KV) * lane.head_dim * kPage;
   for (int p = 0; p < used; p++) {
-    // The next page is likely elsewhere in memory, where the hardware does not look ahead.
-    const char* next = (const char*)(p + 1 < used ? lane.keys + (size_t)pages[p + 1] * lane.head_dim * kPage
-                                                  : lane.values + (size_t)pages[0] * lane.head_dim * kPage);
-    for (size_t line = 0; line < sizeof(KV) * lane.head_dim * kPage; line += 64) prefetch(next + line);
+    Ahead ahead{};
+    if (fresh) {
+      ahead.key = (const char*)lane.keys + pages[p + 2 < used ? p + 2 : used - 1] * size;
+      ahead.value = (const char*)lane.values + pages[p] * size;
+    }
     for (int e = 0; e < kPage; e += 8 * kScoreVectors)
-      score_part<KV, R, kScoreVectors>(lane, pages[p], e, q, scores, p * kPage + e);
+      score_part<KV, R, kScoreVectors>(lane, pages[p], e, q, scores, p * kPage + e, ahead);
   }
   for (int r = 0; r < R; r++) {
     partial[r] = softmax_row(scores[r], valid[r], used * kPage);
@@ -121,14 +137,14 @@ static void block_rows(const Lane<KV>& lane, int start, const int* valid, const 
 
 template <class KV>
 static void block_any(const Lane<KV>& lane, int start, int rows, const int* valid, const float* const* q,
-                      float* const* out, Partial* partial) {
+                      float* const* out, Partial* partial, bool fresh) {
   switch (rows) {
-    case 1: return block_rows<KV, 1>(lane, start, valid, q, out, partial);
-    case 2: return block_rows<KV, 2>(lane, start, valid, q, out, partial);
-    case 3: return block_rows<KV, 3>(lane, start, valid, q, out, partial);
-    case 4: return block_rows<KV, 4>(lane, start, valid, q, out, partial);
-    case 5: return block_rows<KV, 5>(lane, start, valid, q, out, partial);
-    default: return block_rows<KV, 6>(lane, start, valid, q, out, partial);
+    case 1: return block_rows<KV, 1>(lane, start, valid, q, out, partial, fresh);
+    case 2: return block_rows<KV, 2>(lane, start, valid, q, out, partial, fresh);
+    case 3: return block_rows<KV, 3>(lane, start, valid, q, out, partial, fresh);
+    case 4: return block_rows<KV, 4>(lane, start, valid, q, out, partial, fresh);
+    case 5: return block_rows<KV, 5>(lane, start, valid, q, out, partial, fresh);
+    default: return block_rows<KV, 6>(lane, start, valid, q, out, partial, fresh);
   }
 }
 

@@ -86,8 +86,14 @@ class CpuBackend:
         positions = batch.positions.contiguous()
         masses = torch.tensor(batch.has_mass, dtype=torch.uint8)
         kept = [starts, batch.slots, pages, batch.past_lengths, masses, positions, batch.cos, batch.sin]
+        captures = 0
+        if batch.capture_rows is not None and batch.captured is not None:
+            captures = len(batch.capture_rows)
+            place = torch.full((batch.num_rows,), -1, dtype=torch.int32)
+            place[batch.capture_rows] = torch.arange(captures, dtype=torch.int32)
+            kept += [place, batch.captured]
         struct = BatchStruct(
-            batch.num_rows, batch.num_sequences, pages.shape[-1], 0, *(t.data_ptr() for t in kept)
+            batch.num_rows, batch.num_sequences, pages.shape[-1], captures, *(t.data_ptr() for t in kept)
         )
         batch.plan = _Plan(struct, pool_struct(batch.pool), kept)
 

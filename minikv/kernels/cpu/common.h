@@ -80,7 +80,7 @@ struct Pool {
 
 // One forward pass: T rows of S sequences; see the Python batch object for the meaning.
 struct Batch {
-  int32_t rows, sequences, max_pages, unused;
+  int32_t rows, sequences, max_pages, captures;
   const int64_t* row_starts;    // [S + 1]
   const int64_t* slots;         // [layers][kv_heads][T]
   const int32_t* lane_pages;    // [S][layers][kv_heads][max_pages]
@@ -88,6 +88,8 @@ struct Batch {
   const uint8_t* has_mass;      // [S]
   const int64_t* positions;     // [T]
   const float *cos, *sin;       // [T][head_dim]
+  const int32_t* capture_of;    // [T]: where a row's rotated queries are copied to, -1 for nowhere; or null
+  float* captured;              // [layers][captures][query_heads][head_dim]
 };
 
 // Attention work of one layer: a block of a lane for all rows, or a run of rows over the whole lane.
@@ -126,6 +128,6 @@ struct Kernels {
   void (*write)(const Run&, int layer, int begin, int end);
   void (*encode)(const Matrix&, const Activations&, int begin, int end);
   void (*multiply)(const Matrix&, const Activations&, int rows, float* y, size_t stride, bool add, int begin,
-                   int end);
+                   int end, const uint8_t* next);
   void (*rms_norm)(const float* x, const float* weight, float* y, int n, float eps);
 };

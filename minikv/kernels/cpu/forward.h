@@ -70,7 +70,7 @@ static void rows_with_block(const Lane<KV>& lane, const Queries& queries, int fi
       o[count] = out + (size_t)(row + count - first) * queries.head_dim;
       valid[count] = (int)(seen < kBlock ? seen : kBlock);
     }
-    block_any<KV>(lane, start, count, valid, q, o, partial + (row - first));
+    block_any<KV>(lane, start, count, valid, q, o, partial + (row - first), row == first);
     row += count;
   }
 }
@@ -158,6 +158,10 @@ static void write_rows(const Run& run, int layer, int begin, int end) {
       if (norm) rms_norm(x, norm, x, m.head_dim, m.eps);
       rotate(x, cos, sin, m.head_dim);
     }
+    if (b.capture_of && b.capture_of[t] >= 0) {
+      const size_t width = (size_t)m.query_heads * m.head_dim;
+      std::memcpy(b.captured + ((size_t)layer * b.captures + b.capture_of[t]) * width, row, width * sizeof(float));
+    }
     for (int h = 0; h < m.kv_heads; h++) {
       const float* key = row + (m.query_heads + h) * m.head_dim;
       const int64_t slot = b.slots[((size_t)layer * m.kv_heads + h) * b.rows + t];
@@ -187,14 +191,14 @@ static void attend_any(const Run& run, int layer, int thread, int threads) {
 }
 
 // gate and up for this thread's columns, then silu(gate) * up and its codes: no barrier between.
-static void gated(const Run& run, int thread, int threads) {
+static void gated(const Run& run, int thread, int threads, const uint8_t* next) {
   const Layer& l = *run.layer;
   const int inner = run.model->inner, rows = run.batch->rows;
   const Share groups32 = share_of(inner / 32, thread, threads);
   // Columns past the last whole 32 (unquantised weights only) go to the last thread.
   const int begin = groups32.begin * 32, end = thread == threads - 1 ? inner : groups32.end * 32;
-  multiply(l.gate, run.normed, rows, run.gate, inner, false, begin / 8, (end + 7) / 8);
-  multiply(l.up, run.normed, rows, run.up, inner, false, begin / 8, (end + 7) / 8);
+  multiply(l.gate, run.normed, rows, run.gate, inner, false, begin / 8, (end + 7) / 8, group_at(l.up, begin / 8));
+  multiply(l.up, run.normed, rows, run.up, inner, false, begin / 8, (end + 7) / 8, next);
   for (int t = 0; t < rows; t++) {
     const size_t at = (size_t)t * inner + begin;
     silu_multiply(run.gate + at, run.up + at, run.gate + at, end - begin);
@@ -217,14 +221,18 @@ static void run_layer(const Run& run, int layer, int thread, int threads) {
   Team& team = *run.team;
   const int rows = run.batch->rows;
   const Share mine = share_of(rows, thread, threads);
-  const auto product = [&](const Matrix& w, const Activations& x, float* y, size_t stride, bool add) {
+  // Where this thread's share of the next product lies, to be fetched during the one before.
+  const auto share_at = [&](const Matrix& w) { return group_at(w, share_of(w.groups, thread, threads).begin); };
+  const auto product = [&](const Matrix& w, const Activations& x, float* y, size_t stride, bool add,
+                           const uint8_t* next) {
     const Share groups = share_of(w.groups, thread, threads);
-    multiply(w, x, rows, y, stride, add, groups.begin, groups.end);
+    multiply(w, x, rows, y, stride, add, groups.begin, groups.end, next);
     team.barrier();
   };
   normalise(run, l.attention_norm, l.qkv, mine);
   team.barrier();
-  product(l.qkv, run.normed, run.qkv, (size_t)(m.query_heads + 2 * m.kv_heads) * m.head_dim, false);
+  product(l.qkv, run.normed, run.qkv, (size_t)(m.query_heads + 2 * m.kv_heads) * m.head_dim, false,
+          share_at(l.output));
   write_any(run, layer, mine.begin, mine.end);
   if (thread == 0) run.next_task->store(0);
   team.barrier();
@@ -232,12 +240,14 @@ static void run_layer(const Run& run, int layer, int thread, int threads) {
   team.barrier();
   encode(l.output, run.attention, mine.begin, mine.end);
   team.barrier();
-  product(l.output, run.attention, run.hidden, m.hidden, true);
+  const int columns = share_of(m.inner / 32, thread, threads).begin * 32;
+  product(l.output, run.attention, run.hidden, m.hidden, true, group_at(l.gate, columns / 8));
   normalise(run, l.mlp_norm, l.gate, mine);
   team.barrier();
-  gated(run, thread, threads);
+  gated(run, thread, threads, share_at(l.down));
   team.barrier();
-  product(l.down, run.gated, run.hidden, m.hidden, true);
+  product(l.down, run.gated, run.hidden, m.hidden, true,
+          layer + 1 < m.num_layers ? share_at((&l + 1)->qkv) : nullptr);
 }
 
 extern const Kernels kernels;

@@ -8,7 +8,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 # Must be equal to `mkv_version` in api.cpp.
-VERSION = 3
+VERSION = 4
 
 
 class MatrixStruct(Structure):
@@ -76,7 +76,7 @@ class BatchStruct(Structure):
         ("rows", c_int32),
         ("sequences", c_int32),
         ("max_pages", c_int32),
-        ("unused", c_int32),
+        ("captures", c_int32),
         ("row_starts", c_void_p),
         ("slots", c_void_p),
         ("lane_pages", c_void_p),
@@ -85,6 +85,8 @@ class BatchStruct(Structure):
         ("positions", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
+        ("capture_of", c_void_p),
+        ("captured", c_void_p),
     )
 
 

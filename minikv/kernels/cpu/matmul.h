@@ -46,13 +46,49 @@ static inline void quantise_row(const float* x, int8_t* codes, float* scales, fl
 }
 
 static constexpr size_t kQ4Group = 160, kQ8Group = 272;
-// Bytes ahead at which weights are fetched for one row: measured best of 1, 2, 4 and 8 KB.
-static constexpr size_t kAhead = 4096;
+
+// Bytes ahead at which weights are fetched to the second cache, whose queue of misses is far longer
+// than that of the first, and from there to the first.
+static constexpr ptrdiff_t kFar = 16384, kNear = 1024;
+
+// The weights that a thread reads: its share of one matrix, then that of the next.
+class Stream {
+ public:
+  // `next` is where the next share begins, null if nothing is known of it.
+  Stream(const uint8_t* begin, const uint8_t* end, const uint8_t* next, bool wanted)
+      : at_((const char*)begin + kFar), end_(next ? (const char*)end : (const char*)UINTPTR_MAX),
+        jump_(next ? next - end : 0), wanted_(wanted) {}
+
+  // To be called as `bytes` are read.
+  inline void advance(int bytes) {
+    if (!wanted_) return;
+    if (at_ >= end_) {
+      at_ += jump_;
+      end_ = (const char*)UINTPTR_MAX;
+    }
+    for (int line = 0; line < bytes; line += 64) prefetch_far(at_ + line);
+    at_ += bytes;
+  }
+  bool wanted() const { return wanted_; }
+
+ private:
+  const char *at_, *end_;
+  ptrdiff_t jump_;
+  bool wanted_;
+};
+
+// Fetches ahead while `size` bytes of each of G groups are read.
+template <size_t size, int G>
+static inline void fetch(const uint8_t* w, size_t stride, Stream& stream) {
+  stream.advance(size * G);
+  for (int g = 0; g < G; g++)
+    for (size_t line = 0; line < size; line += 64) prefetch(w + g * stride + kNear + line);
+}
 
 // G groups of eight outputs x T tokens.
 template <int T, int G>
 static inline void q4_tile(const uint8_t* w, size_t stride, int blocks, const Activations& x, int first,
-                           F8 (&acc)[G][T]) {
+                           Stream& stream, F8 (&acc)[G][T]) {
   const int8_t* codes[T];
   const float *scales[T], *sums[T];
   for (int t = 0; t < T; t++) {
@@ -65,9 +101,7 @@ static inline void q4_tile(const uint8_t* w, size_t stride, int blocks, const Ac
     Sum sum[G][T];
     for (int g = 0; g < G; g++)
       for (int t = 0; t < T; t++) sum[g][t] = sum_zero();
-    if (T == 1)
-      for (int g = 0; g < G; g++)
-        for (int line = 0; line < 3; line++) prefetch(w + g * stride + kAhead + 64 * line);
+    if (stream.wanted()) fetch<kQ4Group, G>(w, stride, stream);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
       B32 low[G], high[G];
@@ -99,7 +133,7 @@ static inline void q4_tile(const uint8_t* w, size_t stride, int blocks, const Ac
 
 template <int T, int G>
 static inline void q8_tile(const uint8_t* w, size_t stride, int blocks, const Activations& x, int first,
-                           F8 (&acc)[G][T]) {
+                           Stream& stream, F8 (&acc)[G][T]) {
   const int8_t* codes[T];
   const float* scales[T];
   for (int t = 0; t < T; t++) {
@@ -111,9 +145,7 @@ static inline void q8_tile(const uint8_t* w, size_t stride, int blocks, const Ac
     Sum sum[G][T];
     for (int g = 0; g < G; g++)
       for (int t = 0; t < T; t++) sum[g][t] = sum_zero();
-    if (T == 1)
-      for (int g = 0; g < G; g++)
-        for (int line = 0; line < 5; line++) prefetch(w + g * stride + kAhead + 64 * line);
+    if (stream.wanted()) fetch<kQ8Group, G>(w, stride, stream);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++) {
       B32 v[G];
@@ -134,13 +166,14 @@ static inline void q8_tile(const uint8_t* w, size_t stride, int blocks, const Ac
 
 template <int T, int G, class W>
 static inline void dense_tile(const W* w, size_t stride, int inputs, const Activations& x, int first,
-                              F8 (&acc)[G][T]) {
+                              Stream& stream, F8 (&acc)[G][T]) {
   const float* rows[T];
   for (int t = 0; t < T; t++) {
     rows[t] = x.rows + (size_t)(first + t) * x.stride;
     for (int g = 0; g < G; g++) acc[g][t] = f8_zero();
   }
   for (int k = 0; k < inputs; k++, w += 8) {
+    stream.advance(8 * sizeof(W) * G);
     F8 v[G];
     for (int g = 0; g < G; g++) v[g] = f8_load_as(w + g * stride);
     for (int t = 0; t < T; t++) {
@@ -150,24 +183,39 @@ static inline void dense_tile(const W* w, size_t stride, int inputs, const Activ
   }
 }
 
-template <int T, int G>
-static inline void tile(const Matrix& m, int group, const Activations& x, int first, F8 (&acc)[G][T]) {
-  const uint8_t* w = (const uint8_t*)m.data;
-  const size_t blocks = (size_t)m.inputs / 32, dense = (size_t)m.inputs * 8;
+// Bytes of a group of eight outputs, and where one lies.
+static inline size_t group_bytes(const Matrix& m) {
   switch (m.kind) {
-    case kQ4: return q4_tile<T, G>(w + group * blocks * kQ4Group, blocks * kQ4Group, blocks, x, first, acc);
-    case kQ8: return q8_tile<T, G>(w + group * blocks * kQ8Group, blocks * kQ8Group, blocks, x, first, acc);
-    case kF32: return dense_tile<T, G>((const float*)w + group * dense, dense, m.inputs, x, first, acc);
-    case kBF16: return dense_tile<T, G>((const BFloat*)w + group * dense, dense, m.inputs, x, first, acc);
-    default: return dense_tile<T, G>((const Half*)w + group * dense, dense, m.inputs, x, first, acc);
+    case kQ4: return (size_t)m.inputs / 32 * kQ4Group;
+    case kQ8: return (size_t)m.inputs / 32 * kQ8Group;
+    case kF32: return (size_t)m.inputs * 32;
+    default: return (size_t)m.inputs * 16;
+  }
+}
+
+static inline const uint8_t* group_at(const Matrix& m, int group) {
+  return (const uint8_t*)m.data + group * group_bytes(m);
+}
+
+template <int T, int G>
+static inline void tile(const Matrix& m, int group, const Activations& x, int first, Stream& stream,
+                        F8 (&acc)[G][T]) {
+  const size_t blocks = (size_t)m.inputs / 32, size = group_bytes(m);
+  const uint8_t* w = (const uint8_t*)m.data + group * size;
+  switch (m.kind) {
+    case kQ4: return q4_tile<T, G>(w, size, blocks, x, first, stream, acc);
+    case kQ8: return q8_tile<T, G>(w, size, blocks, x, first, stream, acc);
+    case kF32: return dense_tile<T, G>((const float*)w, size / 4, m.inputs, x, first, stream, acc);
+    case kBF16: return dense_tile<T, G>((const BFloat*)w, size / 2, m.inputs, x, first, stream, acc);
+    default: return dense_tile<T, G>((const Half*)w, size / 2, m.inputs, x, first, stream, acc);
   }
 }
 
 template <int T, int G>
 static inline void store_tile(const Matrix& m, int group, const Activations& x, int first, float* y,
-                              size_t y_stride, bool add) {
+                              size_t y_stride, bool add, Stream& stream) {
   F8 acc[G][T];
-  tile<T, G>(m, group, x, first, acc);
+  tile<T, G>(m, group, x, first, stream, acc);
   for (int g = 0; g < G; g++) {
     const int column = 8 * (group + g);
     for (int t = 0; t < T; t++) {
@@ -186,22 +234,25 @@ static inline void store_tile(const Matrix& m, int group, const Activations& x, 
 
 template <int G>
 static inline void group_rows(const Matrix& m, int group, const Activations& x, int rows, float* y,
-                              size_t y_stride, bool add) {
+                              size_t y_stride, bool add, Stream& stream) {
   int t = 0;
-  for (; t + 4 <= rows; t += 4) store_tile<4, G>(m, group, x, t, y, y_stride, add);
+  for (; t + 4 <= rows; t += 4) store_tile<4, G>(m, group, x, t, y, y_stride, add, stream);
   switch (rows - t) {
-    case 3: return store_tile<3, G>(m, group, x, t, y, y_stride, add);
-    case 2: return store_tile<2, G>(m, group, x, t, y, y_stride, add);
-    case 1: return store_tile<1, G>(m, group, x, t, y, y_stride, add);
+    case 3: return store_tile<3, G>(m, group, x, t, y, y_stride, add, stream);
+    case 2: return store_tile<2, G>(m, group, x, t, y, y_stride, add, stream);
+    case 1: return store_tile<1, G>(m, group, x, t, y, y_stride, add, stream);
   }
 }
 
-// y[rows][outputs] (+)= x W^T + bias for the output groups [begin, end).
+// y[rows][outputs] (+)= x W^T + bias for the output groups [begin, end). `next` is where the weights lie
+// that this thread reads afterwards, or null.
 static void multiply(const Matrix& m, const Activations& x, int rows, float* y, size_t y_stride, bool add,
-                     int begin, int end) {
+                     int begin, int end, const uint8_t* next) {
+  // With more rows than one tile holds, arithmetic and not reading takes the time.
+  Stream stream(group_at(m, begin), group_at(m, end), next, rows <= 4);
   int group = begin;
-  for (; group + 2 <= end; group += 2) group_rows<2>(m, group, x, rows, y, y_stride, add);
-  if (group < end) group_rows<1>(m, group, x, rows, y, y_stride, add);
+  for (; group + 2 <= end; group += 2) group_rows<2>(m, group, x, rows, y, y_stride, add, stream);
+  if (group < end) group_rows<1>(m, group, x, rows, y, y_stride, add, stream);
 }
 
 }  // namespace MKV_NAMESPACE

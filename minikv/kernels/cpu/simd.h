@@ -56,6 +56,7 @@ static inline void f8_store_as(Half* p, F8 a) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
 static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+static inline void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 #elif defined(MKV_NEON)
 
@@ -105,6 +106,7 @@ static inline void f8_store_as(Half* p, F8 x) {
   vst1q_f16((__fp16*)p, vcombine_f16(vcvt_f16_f32(x.a), vcvt_f16_f32(x.b)));
 }
 static inline void prefetch(const void* p) { __builtin_prefetch(p); }
+static inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 #else
 
@@ -148,6 +150,7 @@ static inline void f8_store_as(Half* p, F8 a) {
   for (int i = 0; i < 8; i++) p[i].bits = float_to_half(a.v[i]);
 }
 static inline void prefetch(const void*) {}
+static inline void prefetch_far(const void*) {}
 #undef MKV_EACH
 
 #endif
