@@ -160,7 +160,8 @@ class Engine:
         for item in plan:
             item.request.started = item.request.started or now
         try:
-            logits = self.model.forward(build_batch(self.store, plan))
+            batch = build_batch(self.store, plan)
+            logits = self.model.forward(batch)
         except Exception as error:
             _LOG.debug("a step failed", exc_info=True)
             # Lane lengths are unchanged, so only the requests of this step are lost.
@@ -174,9 +175,9 @@ class Engine:
             item.request.num_computed += item.count
             if item.request.num_remaining == 0:
                 finished_prompts.append(item.request)
-        self._sample(finished_prompts, logits)
+        self._sample(finished_prompts, logits, batch.likeliest)
 
-    def _sample(self, requests: list[Request], logits: Tensor) -> None:
+    def _sample(self, requests: list[Request], logits: Tensor, likeliest: Tensor | None) -> None:
         """Sample for the requests of the logit rows, and for siblings that waited for their prompt."""
         rows = list(range(len(requests)))
         everyone = list(requests)
@@ -187,7 +188,8 @@ class Engine:
                 rows += [row] * len(started)
         if len(everyone) > len(requests):
             logits = logits[rows]
-        samples = sample_batch(logits, [request.sampler for request in everyone])
+            likeliest = None if likeliest is None else likeliest[rows]
+        samples = sample_batch(logits, [request.sampler for request in everyone], likeliest)
         for request, sample in zip(everyone, samples, strict=True):
             if isinstance(sample, Sample):
                 self._accept(request, sample)

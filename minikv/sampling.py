@@ -152,11 +152,11 @@ class Sampler:
 
         Raises RequestError if the model produced no usable number; the sampler is then unchanged.
         """
-        _check_peak(logits.max())
-        if self.is_plain:
-            return Sample(int(logits.argmax()))
         # The generator and the counts live on the CPU: one seed, one result on every device.
         raw = logits.detach().to("cpu", torch.float32)
+        _check_peak(raw.numpy().max())
+        if self.is_plain:
+            return Sample(int(raw.numpy().argmax()))
         adjusted = self._adjust(raw)
         token_id = int(adjusted.argmax()) if self.params.is_greedy else self._draw(adjusted)
         self.observe(token_id)
@@ -178,51 +178,61 @@ class Sampler:
 
     def _draw(self, logits: Tensor) -> int:
         params = self.params
+        # In numpy: waking torch's threads for so few numbers takes longer than the work.
+        values = logits.numpy()
+        ids: np.ndarray | None = None  # None: all of the vocabulary, in order
+        if 0 < params.top_k < len(values):
+            ids = np.sort(top_ids(logits, params.top_k).numpy())
+            values = values[ids]
         # Peak first: dividing by a tiny temperature must not overflow.
-        scaled = (logits - logits.max()) / params.temperature
-        ids: Tensor | None = None  # None: all of the vocabulary, in order
-        if 0 < params.top_k < len(scaled):
-            ids = top_ids(scaled, params.top_k).sort().values
-            scaled = scaled[ids]
-        probs = torch.softmax(scaled, dim=0)
+        probs = np.exp((values - values.max()) / np.float32(params.temperature))
+        probs /= probs.sum()
         if params.top_p < 1:
             kept = nucleus(probs, params.top_p)
             ids, probs = kept if ids is None else ids[kept], probs[kept]
         if params.min_p > 0:
-            probs = torch.where(probs >= params.min_p * probs.max(), probs, 0.0)
+            probs = np.where(probs >= params.min_p * probs.max(), probs, np.float32(0.0))
         # One uniform number per token, whatever was kept: the stream of draws stays aligned.
-        cumulative = torch.cumsum(probs, dim=0, dtype=torch.float64)
-        uniform = torch.rand(1, generator=self._generator, dtype=torch.float64)
-        place = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
+        cumulative = np.cumsum(probs, dtype=np.float64)
+        uniform = torch.rand(1, generator=self._generator, dtype=torch.float64).item()
+        place = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
         return place if ids is None else int(ids[place])
 
 
-def sample_batch(logits: Tensor, samplers: Sequence[Sampler]) -> list[Sample | RequestError]:
+def sample_batch(
+    logits: Tensor, samplers: Sequence[Sampler], likeliest: Tensor | None = None
+) -> list[Sample | RequestError]:
     """Sample every row of `logits` [rows, vocab], as `Sampler.sample` would row by row.
 
-    A row without usable numbers gets its error in place of a sample, so that its batch mates,
-    whose generators have moved on, are not lost with it.
+    likeliest: [rows], the token of the largest logit where that is known already, -1 where a logit is
+    not finite. A row without usable numbers gets its error in place of a sample, so that its batch
+    mates, whose generators have moved on, are not lost with it.
     """
     assert len(logits) == len(samplers)
-    plain_ids: list[int] = []
-    if any(sampler.is_plain for sampler in samplers):
-        # numpy's argmax is ten times as fast as torch's on a CPU, and like it takes the lowest of
-        # equals and a NaN before any number.
-        values = logits.detach().to("cpu", torch.float32).numpy()
-        best = values.argmax(axis=-1)
-        peaks = values[np.arange(len(best)), best]
-        # -1 marks rows that `sample` has to refuse.
-        plain_ids = np.where(np.isfinite(peaks), best, -1).tolist()
+    plain = [sampler.is_plain for sampler in samplers]
+    best: list[int] = []
+    if any(plain):
+        best = (_likeliest(logits) if likeliest is None else likeliest).tolist()
     out: list[Sample | RequestError] = []
     for row, sampler in enumerate(samplers):
-        if sampler.is_plain and plain_ids[row] >= 0:
-            out.append(Sample(plain_ids[row]))
+        if plain[row] and best[row] >= 0:
+            out.append(Sample(best[row]))
             continue
         try:
             out.append(sampler.sample(logits[row]))
         except RequestError as error:
             out.append(error)
     return out
+
+
+def _likeliest(logits: Tensor) -> np.ndarray:
+    """Argmax of each row, -1 for one that `Sampler.sample` has to refuse."""
+    # numpy's argmax is ten times as fast as torch's on a CPU, and like it takes the lowest of
+    # equals and a NaN before any number.
+    values = logits.detach().to("cpu", torch.float32).numpy()
+    best = values.argmax(axis=-1)
+    peaks = values[np.arange(len(best)), best]
+    return np.where(np.isfinite(peaks), best, -1)
 
 
 def token_logprob(logits: Tensor, token_id: int, count: int) -> TokenLogprob:
@@ -238,38 +248,38 @@ def top_ids(values: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest of `values` [n], largest first; of equals the lower index."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64)
-    ids = _at_least(values, float(torch.topk(values, count).values[-1]), count)
+    least = float(torch.topk(values, count).values[-1])
+    ids = torch.from_numpy(_at_least(values.numpy(), least, count))
     return ids[torch.sort(values[ids], descending=True, stable=True).indices]
 
 
-def nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """Indices, ascending, of the fewest largest of `probs` [n] that sum to at least `top_p`.
+def nucleus(probs: np.ndarray, top_p: float) -> np.ndarray:
+    """Indices, ascending, of the fewest largest of `probs` [n] float32 that sum to at least `top_p`.
 
     Of equal ones at the border the lower indices are kept; at least one always is.
     """
-    weights = probs.numpy()
     # The bits of a float that is not negative are in its own order, so their upper part puts the
     # weights into ordered bins; only the bin in which the sum reaches top_p needs sorting.
-    bins = weights.view(np.int32) >> 18
-    from_top = np.cumsum(np.bincount(bins, weights=weights)[::-1])
+    bins = probs.view(np.int32) >> 18
+    from_top = np.cumsum(np.bincount(bins, weights=probs)[::-1])
     place = int(np.searchsorted(from_top, top_p))
     if place == len(from_top):  # rounding: all of them sum to a little less than top_p
-        return torch.arange(len(probs))
+        return np.arange(len(probs))
     border = len(from_top) - 1 - place
-    ordered = np.sort(weights[bins == border])[::-1]
+    ordered = np.sort(probs[bins == border])[::-1]
     within = np.cumsum(ordered, dtype=np.float64) + (from_top[place - 1] if place else 0.0)
     count = min(int(np.searchsorted(within, top_p)) + 1, len(ordered))
     above = int(np.count_nonzero(bins > border))
     return _at_least(probs, float(ordered[count - 1]), above + count)
 
 
-def _at_least(values: Tensor, least: float, count: int) -> Tensor:
+def _at_least(values: np.ndarray, least: float, count: int) -> np.ndarray:
     """Indices, ascending, of the `count` values above or at `least`; lower ones first of those at it."""
-    array = values.numpy()
-    keep = array > least
-    tied = np.flatnonzero(array == least)
-    keep[tied[: count - np.count_nonzero(keep)]] = True
-    return torch.from_numpy(np.flatnonzero(keep))
+    found = np.flatnonzero(values >= least)
+    if len(found) == count:
+        return found
+    tied = values[found] == least
+    return np.sort(np.concatenate((found[~tied], found[tied][: count - np.count_nonzero(~tied)])))
 
 
 def _make_generator(seed: int | None, index: int) -> torch.Generator:
@@ -281,7 +291,7 @@ def _make_generator(seed: int | None, index: int) -> torch.Generator:
     return generator
 
 
-def _check_peak(peak: Tensor) -> None:
+def _check_peak(peak: float) -> None:
     # The maximum is NaN if any logit is, and minus infinity only if all are.
     if not math.isfinite(float(peak)):
         raise RequestError(

@@ -241,3 +241,27 @@ def test_a_logit_that_is_not_a_number_is_not_hidden_by_quantisation():
         decoder.embedding.weight = decoder.embedding.weight.clone()
         decoder.embedding.weight[7, 3] = float("nan")
         assert torch.isnan(logits_of(decoder, [5, 7])[1]).all()
+
+
+def test_captured_queries_are_the_rotated_ones_of_the_plain_decoder():
+    """Both decoders hand out the queries of the rows asked for, in every layer."""
+    rows = torch.tensor([12, 3, 7])
+    captured = []
+    for decoder, dtype, transposed in (
+        (packed(CONFIG, "f32", threads=2), torch.float32, True),
+        (Decoder(CONFIG, RandomWeights(CONFIG), TorchBackend()), torch.float32, False),
+    ):
+        pool = PagePool(NUM_LANES, PAGE, CONFIG.head_dim, dtype, keys_transposed=transposed)
+        store = LaneStore(pool, 1, CONFIG.num_layers, CONFIG.num_kv_heads, PAGE)
+        params = SamplingParams()
+        ids = prompt(20, seed=4)
+        request = Request(
+            0, ids, params, Sampler(params, (), CONFIG.vocab_size), frozenset(), seq=store.open()
+        )
+        assert store.reserve(0, 20)
+        batch = build_batch(store, [Scheduled(request, 20)])
+        batch.capture_rows = rows
+        decoder.forward(batch)
+        captured.append(batch.captured)
+    assert captured[0].shape == (CONFIG.num_layers, 3, CONFIG.num_query_heads, CONFIG.head_dim)
+    torch.testing.assert_close(captured[0], captured[1], rtol=1e-4, atol=1e-5)

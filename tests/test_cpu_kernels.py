@@ -185,7 +185,6 @@ def row_of(batch, t):
     return replace(
         batch, token_ids=batch.token_ids[single], positions=batch.positions[single],
         rope_lengths=batch.rope_lengths[single], row_starts=[0, 1],
-        slots=batch.slots[..., single].contiguous(),
         past_lengths=batch.past_lengths + t, cos=batch.cos[single], sin=batch.sin[single], plan=None,
     )  # fmt: skip
 
@@ -354,3 +353,23 @@ def test_a_key_that_is_not_finite_is_not_hidden_by_attention(backends, isa, dtyp
     qkv[0, 1, 3] = float("nan")
     out, _ = run(backends[isa, 1], batch, qkv)
     assert torch.isnan(out).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_likeliest_token_is_the_lowest_of_the_largest(isa, threads):
+    """With ties across vectors, blocks and threads; -1 where a logit is not finite."""
+    backend = CpuBackend(threads, isa)
+    for vocab in (1, 7, 64, 200, 1000):
+        head = pack_dense(torch.zeros(vocab, 32), "f32", torch.zeros(vocab))
+        norm = torch.ones(32)
+        for best in sorted({0, vocab // 2, vocab - 1}):
+            head.bias[[best, vocab - 1]] = 2.0
+            hidden = torch.randn(3, 32)
+            logits, likeliest = backend.logits(head, hidden, torch.tensor([2, 0]), norm, 1e-5)
+            assert likeliest.tolist() == [best, best] == logits.argmax(-1).tolist()
+            head.bias[:] = 0.0
+        for fault in (float("nan"), float("inf"), -float("inf")):
+            head.bias[vocab // 2] = fault
+            assert backend.logits(head, hidden, torch.tensor([1]), norm, 1e-5)[1].tolist() == [-1]
+            head.bias[:] = 0.0

@@ -33,7 +33,7 @@ def random_batch(
     generator = torch.Generator().manual_seed(seed)
     pool = PagePool(4000, page_size, head_dim, dtype, True, keys_transposed)
     store = LaneStore(pool, len(rows), 1, kv_heads, 600)
-    slots, seqs = [], []
+    seqs = []
     for s, length in enumerate(lengths):
         seq = store.open()
         assert store.reserve(seq, length)
@@ -49,7 +49,6 @@ def random_batch(
             store.rewrite(seq, keep)
             store.has_mass[seq] = True
         assert store.reserve(seq, rows[s])
-        slots.append(torch.from_numpy(store.next_slots(seq, rows[s])))
         seqs.append(seq)
     starts = [0]
     for count in rows:
@@ -60,7 +59,7 @@ def random_batch(
     pages = torch.from_numpy(store.pages[seqs].astype("int64"))
     lanes = torch.from_numpy(store.lengths[seqs].astype("int64"))
     batch = Batch(
-        pool, torch.zeros_like(positions), positions, positions, starts, positions[:0], torch.cat(slots, -1),
+        pool, torch.zeros_like(positions), positions, positions, starts, positions[:0],
         pages, lanes, store.has_mass[seqs].tolist(), cos, sin,
     )  # fmt: skip
     pool.write_entries(batch.slots, positions)

@@ -36,6 +36,9 @@ class LaneStore:
         self.lengths = np.zeros((max_seqs, *self.lane_shape), dtype=np.int32)
         self.has_mass = np.zeros(max_seqs, dtype=bool)
         self._open = np.zeros(max_seqs, dtype=bool)
+        # Entries that every lane of a sequence has room for on the pages that it holds, at least: a
+        # number to look at in each step where counting over all lanes would take its time.
+        self._room = [0] * max_seqs
 
     # Sequences
 
@@ -84,10 +87,13 @@ class LaneStore:
 
     def reserve(self, seq: int, count: int) -> bool:
         """Make room for `count` more entries in every lane; False, changing nothing, if the pool is short."""
+        if count <= self._room[seq]:
+            return True
         missing = self._missing(seq, count)
         if int(missing.sum()) > self.pool.num_free:
             return False
         self._grow(seq, missing)
+        self._room[seq] = int((self.num_pages[seq] * self.pool.page_size - self.lengths[seq]).min())
         return True
 
     def next_slots(self, seq: int, count: int) -> np.ndarray:
@@ -95,19 +101,11 @@ class LaneStore:
         entry = self.lengths[seq][..., None] + np.arange(count)
         return self._slots_of(seq, entry)
 
-    def decode_slots(self, seqs: np.ndarray) -> np.ndarray:
-        """The next slot of every lane of several sequences: [layers, kv_heads, len(seqs)] int64."""
-        entry = self.lengths[seqs].reshape(len(seqs), -1)
-        tables = self.pages.reshape(self.max_seqs, self.num_lanes, -1)
-        page = tables[seqs[:, None], np.arange(self.num_lanes), entry // self.pool.page_size]
-        slots = page.astype(np.int64) * self.pool.page_size + entry % self.pool.page_size
-        return slots.T.reshape(*self.lane_shape, len(seqs))
-
     def append(self, seq: int, count: int) -> None:
         """Count `count` written entries into every lane."""
         self.lengths[seq] += count
-        room = self.num_pages[seq] * self.pool.page_size
-        assert (self.lengths[seq] <= room).all(), "append without reserve"
+        self._room[seq] -= count
+        assert self._room[seq] >= 0, "append without reserve"
 
     def _missing(self, seq: int, count: int) -> np.ndarray:
         wanted = -(-(self.lengths[seq] + count) // self.pool.page_size)
@@ -134,6 +132,7 @@ class LaneStore:
         """Give back all pages of each lane past its first `keep` [layers, kv_heads]."""
         place = np.arange(self.max_pages)
         dropped = (place >= keep[..., None]) & (place < self.num_pages[seq][..., None])
+        self._room[seq] = 0
         ids = self.pages[seq][dropped].astype(np.int64)
         self.pages[seq][dropped] = 0
         self.num_pages[seq] = np.minimum(self.num_pages[seq], keep)
@@ -187,6 +186,7 @@ class LaneStore:
             self._grow(seq, held)
         self._move(seq, source, keep, counts)
         self.lengths[seq] = counts
+        self._room[seq] = 0
         if old_pages is not None:
             self.pool.free(old_pages.astype(np.int64))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,14 +22,17 @@ class Batch:
     rope_lengths: [T] int64, the sequence length each row's rotary frequencies are computed for.
     row_starts: S + 1 offsets; sequence s owns rows row_starts[s]:row_starts[s + 1].
     logit_rows: rows whose logits are wanted.
-    slots: [layers, kv_heads, T] int64, the pool row that each new key and value is written to.
-    lane_pages: [S, layers, kv_heads, P] int32, page ids; unused places hold page 0, always zero.
+    lane_pages: [S, layers, kv_heads, P] int32, page ids, with those of the new rows; unused places
+        hold page 0, always zero.
     past_lengths: [S, layers, kv_heads] int64, entries in each lane before this pass.
     has_mass: whether a sequence holds entries whose log mass is not zero.
-    cos, sin: [T, head_dim] float32, filled in by the decoder once per pass.
+    cos, sin: [T, head_dim] float32, filled in by the decoder once per pass; with `angles_by_position`
+        they are tables by position instead (compiled kernels only).
     plan: the backend's own preparation, filled in by `AttentionBackend.plan`.
     capture_rows: [R] int64, rows whose queries are wanted, or None.
     captured: [layers, R, query_heads, head_dim] float32, their rotated queries, filled in by the decoder.
+    likeliest: [len(logit_rows)] int32, the token of the largest logit, -1 where one is not finite; filled
+        in by a decoder that finds it on the way.
 
     Query row t of a sequence sees all entries that its lane held before the pass, and the rows
     0..t of the pass.
@@ -40,15 +44,16 @@ class Batch:
     rope_lengths: Tensor
     row_starts: list[int]
     logit_rows: Tensor
-    slots: Tensor
     lane_pages: Tensor
     past_lengths: Tensor
     has_mass: list[bool]
     cos: Tensor = field(default_factory=lambda: torch.empty(0))
     sin: Tensor = field(default_factory=lambda: torch.empty(0))
+    angles_by_position: bool = False
     plan: Any = None
     capture_rows: Tensor | None = None
     captured: Tensor | None = None
+    likeliest: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -57,6 +62,16 @@ class Batch:
     @property
     def num_sequences(self) -> int:
         return len(self.row_starts) - 1
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """The pool row that each new key and value is written to: [layers, kv_heads, T] int64."""
+        parts = []
+        for s, (start, stop) in enumerate(itertools.pairwise(self.row_starts)):
+            entry = self.past_lengths[s].unsqueeze(-1) + torch.arange(stop - start)
+            page = self.lane_pages[s].gather(-1, entry // self.pool.page_size)
+            parts.append(page.long() * self.pool.page_size + entry % self.pool.page_size)
+        return torch.cat(parts, dim=-1)
 
     @cached_property
     def signed_sin(self) -> Tensor:

@@ -72,11 +72,12 @@ class PackedDecoder:
         """Bytes of all packed matrices."""
         return self.head.nbytes + sum(m.nbytes for layer in self._layers for m in layer.matrices)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Logits [len(batch.logit_rows), vocab] float32; keys and values of all rows are written."""
         hidden = self.embedding.lookup(batch.token_ids)
-        batch.cos, batch.sin = self.rope.cos_sin(batch.positions, batch.rope_lengths)
+        table = self.rope.table(int(batch.positions.numpy().max()))
+        batch.angles_by_position = table is not None
+        batch.cos, batch.sin = table or self.rope.cos_sin(batch.positions, batch.rope_lengths)
         if batch.capture_rows is not None:
             heads, width = self.config.num_query_heads, self.config.head_dim
             batch.captured = torch.empty(self.config.num_layers, len(batch.capture_rows), heads, width)
@@ -85,7 +86,8 @@ class PackedDecoder:
         if not batch.logit_rows.shape[0]:
             return hidden.new_empty(0, self.config.vocab_size)
         eps = self.config.rms_norm_eps
-        return self.backend.logits(self.head, hidden, batch.logit_rows, self.norm, eps)
+        logits, batch.likeliest = self.backend.logits(self.head, hidden, batch.logit_rows, self.norm, eps)
+        return logits
 
 
 class _Loader:

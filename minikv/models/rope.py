@@ -41,14 +41,21 @@ class Rope:
         if self.config.kind == "dynamic":
             inv_freq = self._dynamic_frequencies(positions + 1 if lengths is None else lengths)
             return self._rows(positions, inv_freq)
-        last = int(positions.max()) if positions.shape[0] else 0
-        if last >= _TABLE_ROWS:
+        table = self.table(int(positions.max()) if positions.shape[0] else 0)
+        if table is None:
             return self._rows(positions, self.inv_freq.to(positions.device))
-        cos, sin = self._table
-        if last >= cos.shape[0]:
-            rows = torch.arange(max(1024, 1 << last.bit_length()))
-            cos, sin = self._table = self._rows(rows, self.inv_freq)
+        cos, sin = table
         return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def table(self, last: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin [rows, head_dim] of all positions up to `last` at least; None where no table is
+        kept: for far positions and for the dynamic type."""
+        if last >= _TABLE_ROWS or self.config.kind == "dynamic":
+            return None
+        if last >= self._table[0].shape[0]:
+            rows = torch.arange(max(1024, 1 << last.bit_length()))
+            self._table = self._rows(rows, self.inv_freq)
+        return self._table
 
     def _rows(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         angles = (positions.to(torch.float32)[:, None] * inv_freq).double()

@@ -6,6 +6,7 @@
 // agree to the bit. The first round writes its results to OUT as float32, or nowhere if that is `-`, and
 // prints one line per case: its name, the number of results, and the relative error to allow between
 // processors.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -23,7 +24,7 @@ int mkv_layers(Context*, const Model*, const Pool*, const Batch*, float*, int, i
 int mkv_write(Context*, const Model*, const Pool*, const Batch*, float*, int);
 int mkv_attend(Context*, const Model*, const Pool*, const Batch*, const float*, float*, float*, int);
 int mkv_linear(Context*, const Matrix*, const float*, int, float*);
-int mkv_logits(Context*, const Matrix*, const float*, const int64_t*, int, const float*, float, float*);
+int mkv_logits(Context*, const Matrix*, const float*, const int64_t*, int, const float*, float, float*, int32_t*);
 void mkv_pack(int, const uint8_t*, int, int, const int32_t*, uint8_t*);
 }
 
@@ -158,9 +159,14 @@ void heads(Bench& bench) {
     bench.check("head-" + std::to_string(head.inputs), 2e-2f, [&](Context* c) {
       Floats out(rows.size() * head.outputs);
       const int count = (int)rows.size();
-      const int status =
-          mkv_logits(c, &head, hidden.data(), rows.data(), count, norm.data(), 1e-5f, out.data());
+      std::vector<int32_t> best(count);
+      const int status = mkv_logits(c, &head, hidden.data(), rows.data(), count, norm.data(), 1e-5f, out.data(),
+                                    best.data());
       require(status == 0, "logits");
+      for (int i = 0; i < count; i++) {
+        const float* row = out.data() + (size_t)i * head.outputs;
+        require(best[i] == std::max_element(row, row + head.outputs) - row, "largest logit");
+      }
       return out;
     });
   }
@@ -191,7 +197,7 @@ void packing(Bench& bench) {
 struct Lanes {
   std::vector<uint8_t> keys, values;
   Floats key_scales, value_scales, masses, cos, sin;
-  std::vector<int64_t> row_starts, slots, past, row_positions;
+  std::vector<int64_t> row_starts, past, row_positions;
   std::vector<int32_t> pages, positions;
   std::vector<uint8_t> has_mass;
   Pool pool;
@@ -238,18 +244,14 @@ Lanes random_lanes(Random& random, const Model& m, int kind, const std::vector<i
   l.masses.assign(entries, nan);
   l.positions.assign(entries, -1);
   l.pages.assign((size_t)lanes * longest, 0);
-  l.slots.resize((size_t)m.num_layers * m.kv_heads * total);
   size_t taken = 0;
   for (int i = 0; i < lanes; i++) {
-    const int s = i / (m.num_layers * m.kv_heads), lane = i % (m.num_layers * m.kv_heads);
+    const int s = i / (m.num_layers * m.kv_heads);
     for (int e = 0; e < l.past[i] + rows[s]; e++) {
       int32_t& page = l.pages[(size_t)i * longest + e / kPage];
       if (e % kPage == 0) page = ids[taken++];
       const size_t slot = (size_t)page * kPage + e % kPage;
-      if (e >= l.past[i]) {
-        l.slots[(size_t)lane * total + l.row_starts[s] + e - l.past[i]] = (int64_t)slot;
-        continue;
-      }
+      if (e >= l.past[i]) continue;
       l.masses[slot] = s % 2 ? 2 + random.number() : 0;
       l.key_scales[slot] = l.value_scales[slot] = 1 / 127.f;
       for (int d = 0; d < m.head_dim; d++) {
@@ -264,8 +266,8 @@ Lanes random_lanes(Random& random, const Model& m, int kind, const std::vector<i
   for (int t = 0; t < total; t++) l.row_positions.push_back(t);
   l.pool = {kind, l.keys.data(), l.values.data(), l.key_scales.data(), l.value_scales.data(), l.masses.data(),
             l.positions.data()};
-  l.batch = {total, sequences, longest, 0, l.row_starts.data(), l.slots.data(), l.pages.data(), l.past.data(),
-             l.has_mass.data(), l.row_positions.data(), l.cos.data(), l.sin.data()};
+  l.batch = {total, sequences, longest, 0, l.row_starts.data(), l.pages.data(), l.past.data(),
+             l.has_mass.data(), l.row_positions.data(), l.cos.data(), l.sin.data(), nullptr, nullptr, nullptr};
   return l;
 }
 

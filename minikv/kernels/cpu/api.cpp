@@ -90,6 +90,25 @@ struct Buffer {
   }
 };
 
+// The largest of one thread's share of a row; not whole if a number in it is not finite.
+struct Best {
+  int at;
+  float value;
+  bool whole;
+};
+
+// Of the shares of all threads, `step` apart; the lowest place of equals.
+int best_of(const Best* shares, int step, int threads) {
+  float value = -std::numeric_limits<float>::infinity();
+  int at = -1;
+  for (int t = 0; t < threads; t++) {
+    const Best& share = shares[(size_t)t * step];
+    if (!share.whole) return -1;
+    if (share.value > value) value = share.value, at = share.at;
+  }
+  return at;
+}
+
 struct Rows {
   Buffer<float> values, scales, sums;
   Buffer<int8_t> codes;
@@ -124,6 +143,7 @@ class Context {
   Rows normed, attention, gated, linear;
   Buffer<float> qkv, attended, up, scratch;
   Buffer<Partial> partials;
+  Buffer<Best> bests;
   std::vector<Task> tasks, merges;
   std::atomic<int64_t> next_task{0};
 
@@ -234,7 +254,7 @@ void run_layers(Context& c, const Model* m, const Pool* p, const Batch* b, float
 #define MKV_API extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of a structure or signature here.
-MKV_API int mkv_version() { return 4; }
+MKV_API int mkv_version() { return 5; }
 
 // Name of the i-th supported instruction set, best first; null past the end.
 MKV_API const char* mkv_isa(int i) {
@@ -338,11 +358,13 @@ MKV_API int mkv_linear(Context* c, const Matrix* w, const float* x, int rows, fl
   });
 }
 
-// out [count][head outputs]: the rows `rows` of hidden, normalised, times the head.
+// out [count][head outputs]: the rows `rows` of hidden, normalised, times the head. best [count]: the
+// likeliest output of each row, -1 if one of its numbers is not finite.
 MKV_API int mkv_logits(Context* c, const Matrix* head, const float* hidden, const int64_t* rows, int count,
-                       const float* norm, float eps, float* out) {
+                       const float* norm, float eps, float* out, int32_t* best) {
   return status_of([&] {
     const int width = head->inputs;
+    Best* bests = c->bests.need((size_t)count * c->team().size());
     const Activations in = c->linear.need(count, width);
     Team& team = c->team();
     on_team(*c, [&](int thread, int threads) {
@@ -352,8 +374,17 @@ MKV_API int mkv_logits(Context* c, const Matrix* head, const float* hidden, cons
         c->kernels->rms_norm(hidden + rows[i] * width, norm, in.rows + (size_t)i * width, width, eps);
       c->kernels->encode(*head, in, begin, end);
       team.barrier();
-      c->kernels->multiply(*head, in, count, out, head->outputs, false, share(head->groups, thread),
-                           share(head->groups, thread + 1), nullptr);
+      const int first = share(head->groups, thread), last = share(head->groups, thread + 1);
+      c->kernels->multiply(*head, in, count, out, head->outputs, false, first, last, nullptr);
+      const int from = 8 * first, to = std::min(8 * last, head->outputs);
+      for (int i = 0; i < count; i++) {
+        Best& own = bests[thread * count + i];
+        own.at = c->kernels->largest(out + (size_t)i * head->outputs + from, to - from, &own.value);
+        own.whole = own.at >= 0 || from >= to;
+        own.at += from;
+      }
+      team.barrier();
+      for (int i = begin; i < end; i++) best[i] = best_of(bests + i, count, threads);
     });
   });
 }

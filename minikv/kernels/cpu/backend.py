@@ -7,6 +7,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,6 +73,7 @@ class CpuBackend:
         if self.isa not in known:
             raise ValueError(f"this processor has no {self.isa}")
         self.threads = threads
+        self._pool: tuple[PagePool, PoolStruct] | None = None
         self.context = self.library.mkv_create(threads, self.isa.encode())
         if not self.context:
             raise ConfigError(f"The system could not start {threads} threads; ask for fewer.")
@@ -81,25 +83,27 @@ class CpuBackend:
 
     def plan(self, batch: Batch) -> None:
         """Point the library's structures at the batch's tensors."""
-        starts = torch.tensor(batch.row_starts)
+        # By way of numpy: torch.tensor takes ten times as long for a list of a few numbers.
+        starts = torch.from_numpy(np.array(batch.row_starts))
         pages = batch.lane_pages.to(torch.int32).contiguous()
         positions = batch.positions.contiguous()
-        masses = torch.tensor(batch.has_mass, dtype=torch.uint8)
-        kept = [starts, batch.slots, pages, batch.past_lengths, masses, positions, batch.cos, batch.sin]
+        masses = torch.from_numpy(np.array(batch.has_mass, dtype=np.uint8))
+        kept = [starts, pages, batch.past_lengths, masses, positions, batch.cos, batch.sin]
+        pointers = [t.data_ptr() for t in kept]
+        pointers.append(positions.data_ptr() if batch.angles_by_position else None)
         captures = 0
         if batch.capture_rows is not None and batch.captured is not None:
             captures = len(batch.capture_rows)
             place = torch.full((batch.num_rows,), -1, dtype=torch.int32)
             place[batch.capture_rows] = torch.arange(captures, dtype=torch.int32)
             kept += [place, batch.captured]
-        struct = BatchStruct(
-            batch.num_rows, batch.num_sequences, pages.shape[-1], captures, *(t.data_ptr() for t in kept)
-        )
-        batch.plan = _Plan(struct, pool_struct(batch.pool), kept)
+            pointers += [place.data_ptr(), batch.captured.data_ptr()]
+        struct = BatchStruct(batch.num_rows, batch.num_sequences, pages.shape[-1], captures, *pointers)
+        batch.plan = _Plan(struct, self._pool_struct(batch.pool), kept)
 
     def rotate_and_write(self, qkv: Tensor, batch: Batch, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionBackend.rotate_and_write`; rotates `qkv` in place."""
-        kv_heads = batch.slots.shape[1]
+        kv_heads = batch.lane_pages.shape[2]
         qkv = qkv.contiguous()
         model = self._heads(qkv, batch)
         plan: _Plan = batch.plan
@@ -128,10 +132,14 @@ class CpuBackend:
         _check(self.library.mkv_linear(self.context, matrix.struct, x.data_ptr(), len(x), y.data_ptr()))
         return y
 
-    def logits(self, head: PackedMatrix, hidden: Tensor, rows: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Rows [n] int64 of hidden [T, hidden], normalised and times the head: [n, vocab] float32."""
+    def logits(
+        self, head: PackedMatrix, hidden: Tensor, rows: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Rows [n] int64 of hidden [T, hidden], normalised and times the head: [n, vocab] float32; and
+        the likeliest token of each, [n] int32, -1 where a logit is not finite."""
         count = rows.shape[0]
-        out = hidden.new_empty(count, head.outputs)
+        out = torch.empty(count, head.outputs)
+        likeliest = torch.empty(count, dtype=torch.int32)
         _check(
             self.library.mkv_logits(
                 self.context,
@@ -142,9 +150,10 @@ class CpuBackend:
                 norm.data_ptr(),
                 eps,
                 out.data_ptr(),
+                likeliest.data_ptr(),
             )
         )
-        return out
+        return out, likeliest
 
     def layers(self, model: ModelStruct, batch: Batch, hidden: Tensor, first: int, last: int) -> None:
         """Run the decoder layers [first, last) over hidden [T, hidden] float32, in place."""
@@ -154,8 +163,14 @@ class CpuBackend:
         )
         _check(status)
 
+    def _pool_struct(self, pool: PagePool) -> PoolStruct:
+        # A pool's tensors stay where they are, and an engine has one pool.
+        if self._pool is None or self._pool[0] is not pool:
+            self._pool = (pool, pool_struct(pool))
+        return self._pool[1]
+
     def _heads(self, qkv: Tensor, batch: Batch) -> ModelStruct:
-        layers, kv_heads = batch.slots.shape[:2]
+        layers, kv_heads = batch.lane_pages.shape[1:3]
         none = ctypes.POINTER(LayerStruct)()
         return ModelStruct(0, 0, qkv.shape[1] - 2 * kv_heads, kv_heads, qkv.shape[2], layers, 0.0, none)
 

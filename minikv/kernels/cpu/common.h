@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -82,12 +83,12 @@ struct Pool {
 struct Batch {
   int32_t rows, sequences, max_pages, captures;
   const int64_t* row_starts;    // [S + 1]
-  const int64_t* slots;         // [layers][kv_heads][T]
   const int32_t* lane_pages;    // [S][layers][kv_heads][max_pages]
   const int64_t* past_lengths;  // [S][layers][kv_heads]
   const uint8_t* has_mass;      // [S]
   const int64_t* positions;     // [T]
-  const float *cos, *sin;       // [T][head_dim]
+  const float *cos, *sin;       // [rows][head_dim]
+  const int64_t* angle_rows;    // [T]: the row of cos and sin for each row; or null when they are in order
   const int32_t* capture_of;    // [T]: where a row's rotated queries are copied to, -1 for nowhere; or null
   float* captured;              // [layers][captures][query_heads][head_dim]
 };
@@ -130,4 +131,5 @@ struct Kernels {
   void (*multiply)(const Matrix&, const Activations&, int rows, float* y, size_t stride, bool add, int begin,
                    int end, const uint8_t* next);
   void (*rms_norm)(const float* x, const float* weight, float* y, int n, float eps);
+  int (*largest)(const float* x, int n, float* value);
 };

@@ -149,9 +149,12 @@ static void write_rows(const Run& run, int layer, int begin, int end) {
   const Model& m = *run.model;
   const Batch& b = *run.batch;
   const int width = (m.query_heads + 2 * m.kv_heads) * m.head_dim;
+  int sequence = 0;
   for (int t = begin; t < end; t++) {
+    while (b.row_starts[sequence + 1] <= t) sequence++;
     float* row = run.qkv + (size_t)t * width;
-    const float *cos = b.cos + (size_t)t * m.head_dim, *sin = b.sin + (size_t)t * m.head_dim;
+    const size_t angle = (size_t)(b.angle_rows ? b.angle_rows[t] : t) * m.head_dim;
+    const float *cos = b.cos + angle, *sin = b.sin + angle;
     for (int h = 0; h < m.query_heads + m.kv_heads; h++) {
       float* x = row + h * m.head_dim;
       const float* norm = h < m.query_heads ? run.layer->q_norm : run.layer->k_norm;
@@ -164,7 +167,9 @@ static void write_rows(const Run& run, int layer, int begin, int end) {
     }
     for (int h = 0; h < m.kv_heads; h++) {
       const float* key = row + (m.query_heads + h) * m.head_dim;
-      const int64_t slot = b.slots[((size_t)layer * m.kv_heads + h) * b.rows + t];
+      const size_t lane = ((size_t)sequence * m.num_layers + layer) * m.kv_heads + h;
+      const int64_t entry = b.past_lengths[lane] + t - b.row_starts[sequence];
+      const int64_t slot = (int64_t)b.lane_pages[lane * b.max_pages + entry / kPage] * kPage + entry % kPage;
       run.pool->masses[slot] = 0;
       run.pool->positions[slot] = (int32_t)b.positions[t];
       write_entry<KV>(*run.pool, slot, key, key + m.kv_heads * m.head_dim, m.head_dim);
@@ -251,6 +256,6 @@ static void run_layer(const Run& run, int layer, int thread, int threads) {
 }
 
 extern const Kernels kernels;
-const Kernels kernels = {MKV_NAME, run_layer, attend_any, write_any, encode, multiply, rms_norm};
+const Kernels kernels = {MKV_NAME, run_layer, attend_any, write_any, encode, multiply, rms_norm, largest};
 
 }  // namespace MKV_NAMESPACE

@@ -8,7 +8,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 # Must be equal to `mkv_version` in api.cpp.
-VERSION = 4
+VERSION = 5
 
 
 class MatrixStruct(Structure):
@@ -78,13 +78,13 @@ class BatchStruct(Structure):
         ("max_pages", c_int32),
         ("captures", c_int32),
         ("row_starts", c_void_p),
-        ("slots", c_void_p),
         ("lane_pages", c_void_p),
         ("past_lengths", c_void_p),
         ("has_mass", c_void_p),
         ("positions", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
+        ("angle_rows", c_void_p),
         ("capture_of", c_void_p),
         ("captured", c_void_p),
     )
@@ -127,7 +127,7 @@ _SIGNATURES = {
     "mkv_pack": (None, (c_int, c_void_p, c_int, c_int, c_void_p, c_void_p)),
     "mkv_logits": (
         c_int,
-        (c_void_p, POINTER(MatrixStruct), c_void_p, c_void_p, c_int, c_void_p, c_float, c_void_p),
+        (c_void_p, POINTER(MatrixStruct), c_void_p, c_void_p, c_int, c_void_p, c_float, c_void_p, c_void_p),
     ),
     "mkv_linear": (c_int, (c_void_p, POINTER(MatrixStruct), c_void_p, c_int, c_void_p)),
 }

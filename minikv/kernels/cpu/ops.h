@@ -47,6 +47,32 @@ static inline void silu_multiply(const float* gate, const float* up, float* y, i
   for (; i < n; i++) y[i] = gate[i] / (1.f + std::exp(-gate[i])) * up[i];
 }
 
+// The place of the largest of n numbers, the lowest of equals; -1 if one is not finite.
+static int largest(const float* x, int n, float* value) {
+  constexpr int kBlock = 64;
+  F8 check = f8_zero();
+  float best = -std::numeric_limits<float>::infinity();
+  int at = -1, i = 0;
+  for (; i + kBlock <= n; i += kBlock) {
+    F8 peak = f8_load(x + i);
+    for (int j = 0; j < kBlock; j += 8) {
+      const F8 v = f8_load(x + i + j);
+      peak = f8_max(peak, v);
+      check = f8_fma(v, f8_zero(), check);
+    }
+    if (f8_hmax(peak) <= best) continue;
+    for (int j = i; j < i + kBlock; j++)
+      if (x[j] > best) best = x[at = j];
+  }
+  float faulty = f8_hsum(check);
+  for (; i < n; i++) {
+    faulty += x[i] * 0.f;
+    if (x[i] > best) best = x[at = i];
+  }
+  *value = best;
+  return faulty == 0 ? at : -1;
+}
+
 static inline void store_value(float* p, float x) { *p = x; }
 static inline void store_value(Half* p, float x) { p->bits = float_to_half(x); }
 static inline void store_value(BFloat* p, float x) { p->bits = float_to_bfloat(x); }
