@@ -8,7 +8,7 @@ BENCH_VENV := .venv-bench
 PIP := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench-env bench bench-transformers bench-llama clean
+.PHONY: help demo test test-all lint format bench-env bench bench-transformers bench-llama bench-accuracy clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -42,6 +42,9 @@ bench-transformers: $(BENCH_VENV)/.bench ## the compiled kernels beside transfor
 
 bench-llama: $(BENCH_VENV)/.llama ## the same beside llama.cpp, which the first run compiles
 	$(BENCH_VENV)/bin/python benchmarks/bench_llama_cpp.py $(ARGS)
+
+bench-accuracy: $(BENCH_VENV)/.llama ## what rounding costs, minikv's and llama.cpp's (ARGS="--tokens 200" is quick)
+	$(BENCH_VENV)/bin/python benchmarks/bench_accuracy.py --llama $(ARGS)
 
 clean: ## remove the environments and everything built
 	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
