@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,6 +69,7 @@ class GGUFFile:
         except _BROKEN as error:
             raise ModelError(f"{path} has unreadable metadata ({error}); fetch it again.") from error
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._mapping = reader.data.base
         if Fields(self.metadata, str(path)).integer("split.count", 0, least=0) > 1:
             raise ModelError(f"{path} is one part of a split GGUF; merge the parts into one file first.")
         if not self.tensors:
@@ -80,6 +82,11 @@ class GGUFFile:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape in row-major order, [out, in] or [size]."""
         return tuple(int(size) for size in reversed(self.tensors[name].shape))
+
+    def forget_pages(self) -> None:
+        """Give the memory of what was read back to the system; what is read again comes from the file."""
+        if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def can_dequantise(kind: GGMLQuantizationType) -> bool:

@@ -118,7 +118,9 @@ class GGUFWeights:
         return BlockEmbedding(tensor.data, tensor.tensor_type)
 
     def close(self) -> None:
-        """Nothing to do: the mapping ends with its last user, and an embedding may be one."""
+        """The mapping ends with its last user, and an embedding may be one; what was read for packing
+        leaves memory now."""
+        self._file.forget_pages()
 
     def _heads_of(self, name: str) -> int | None:
         if self._rotary_heads is None:

@@ -89,7 +89,7 @@ class CpuBackend:
         positions = batch.positions.contiguous()
         masses = torch.from_numpy(np.array(batch.has_mass, dtype=np.uint8))
         kept = [starts, pages, batch.past_lengths, masses, positions, batch.cos, batch.sin]
-        pointers = [t.data_ptr() for t in kept]
+        pointers: list[int | None] = [t.data_ptr() for t in kept]
         pointers.append(positions.data_ptr() if batch.angles_by_position else None)
         captures = 0
         if batch.capture_rows is not None and batch.captured is not None:

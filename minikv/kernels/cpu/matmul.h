@@ -54,10 +54,12 @@ static constexpr ptrdiff_t kFar = 16384, kNear = 1024;
 // The weights that a thread reads: its share of one matrix, then that of the next.
 class Stream {
  public:
+  // One that fetches nothing.
+  Stream() : at_(nullptr), end_(nullptr), jump_(0), wanted_(false) {}
   // `next` is where the next share begins, null if nothing is known of it.
-  Stream(const uint8_t* begin, const uint8_t* end, const uint8_t* next, bool wanted)
+  Stream(const uint8_t* begin, const uint8_t* end, const uint8_t* next)
       : at_((const char*)begin + kFar), end_(next ? (const char*)end : (const char*)UINTPTR_MAX),
-        jump_(next ? next - end : 0), wanted_(wanted) {}
+        jump_(next ? next - end : 0), wanted_(true) {}
 
   // To be called as `bytes` are read.
   inline void advance(int bytes) {
@@ -236,11 +238,13 @@ template <int G>
 static inline void group_rows(const Matrix& m, int group, const Activations& x, int rows, float* y,
                               size_t y_stride, bool add, Stream& stream) {
   int t = 0;
-  for (; t + 4 <= rows; t += 4) store_tile<4, G>(m, group, x, t, y, y_stride, add, stream);
+  // The first tile reads the weights from memory, the others from the first cache.
+  Stream none, *fetching = &stream;
+  for (; t + 4 <= rows; t += 4, fetching = &none) store_tile<4, G>(m, group, x, t, y, y_stride, add, *fetching);
   switch (rows - t) {
-    case 3: return store_tile<3, G>(m, group, x, t, y, y_stride, add, stream);
-    case 2: return store_tile<2, G>(m, group, x, t, y, y_stride, add, stream);
-    case 1: return store_tile<1, G>(m, group, x, t, y, y_stride, add, stream);
+    case 3: return store_tile<3, G>(m, group, x, t, y, y_stride, add, *fetching);
+    case 2: return store_tile<2, G>(m, group, x, t, y, y_stride, add, *fetching);
+    case 1: return store_tile<1, G>(m, group, x, t, y, y_stride, add, *fetching);
   }
 }
 
@@ -248,8 +252,7 @@ static inline void group_rows(const Matrix& m, int group, const Activations& x, 
 // that this thread reads afterwards, or null.
 static void multiply(const Matrix& m, const Activations& x, int rows, float* y, size_t y_stride, bool add,
                      int begin, int end, const uint8_t* next) {
-  // With more rows than one tile holds, arithmetic and not reading takes the time.
-  Stream stream(group_at(m, begin), group_at(m, end), next, rows <= 4);
+  Stream stream(group_at(m, begin), group_at(m, end), next);
   int group = begin;
   for (; group + 2 <= end; group += 2) group_rows<2>(m, group, x, rows, y, y_stride, add, stream);
   if (group < end) group_rows<1>(m, group, x, rows, y, y_stride, add, stream);
