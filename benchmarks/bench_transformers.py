@@ -1,7 +1,7 @@
 """minikv beside transformers, which runs the same weights dequantised to float32.
 
 Usage: python benchmarks/bench_transformers.py [--quick] [--json] [--model NAME] [--threads N]
-       [--only WORK ...]
+       [--backend NAME] [--weights TYPE] [--only WORK ...]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from duel_report import make_duel, make_parser, run_and_report
 from ours import Minikv
 
 RIVAL = "transformers"
-WORK = ("decode@128", "decode@8192", "prefill@512", "prefill@2048", "batch8")
+WORK = ("decode@128", "decode@2048", "decode@8192", "prefill@512", "prefill@2048", "batch8")
 
 
 class Transformers:
@@ -61,13 +61,20 @@ class Transformers:
 
 def main() -> None:
     """Parse the command line; a contestant's process serves, otherwise the report is printed."""
-    options = make_parser("minikv beside transformers on float32 weights.", WORK).parse_args()
-    if options.serve:
-        kind = Minikv if options.serve == OURS else Transformers
-        serve(lambda: kind(options.model, options.threads))
+    parser = make_parser("minikv beside transformers on float32 weights.", WORK)
+    parser.add_argument("--backend", default="auto", help="minikv's backend (%(default)s)")
+    parser.add_argument("--weights", default="auto", help="minikv's weights in memory (%(default)s)")
+    options = parser.parse_args()
+    ours = {"backend": options.backend, "weights": options.weights}
+    if options.serve == OURS:
+        serve(lambda: Minikv(options.model, options.threads, **ours))
         return
-    detail = "minikv as it comes, transformers in float32"
-    duel = make_duel(RIVAL, options, ["--model", options.model])
+    if options.serve:
+        serve(lambda: Transformers(options.model, options.threads))
+        return
+    detail = f"minikv with backend {options.backend}, weights {options.weights}; transformers in float32"
+    more = ["--model", options.model, "--backend", options.backend, "--weights", options.weights]
+    duel = make_duel(RIVAL, options, more)
     run_and_report(duel, options, detail, ("torch", "transformers"))
 
 

@@ -9,13 +9,28 @@ from duel import BATCH
 
 
 class Minikv:
-    """See `duel.Engine`. kv_dtype: as in `CacheConfig`."""
+    """See `duel.Engine`. kv_dtype: as in `CacheConfig`; backend, weights: as in `LLM`."""
 
-    def __init__(self, model: str, threads: int, kv_dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        model: str,
+        threads: int,
+        kv_dtype: str = "auto",
+        *,
+        backend: str = "auto",
+        weights: str = "auto",
+    ) -> None:
         from minikv import LLM, CacheConfig, SamplingParams
 
         self.imported_at = time.perf_counter()
-        self._llm = LLM(model, threads=threads, max_seqs=BATCH, cache=CacheConfig(kv_dtype=kv_dtype))
+        self._llm = LLM(
+            model,
+            threads=threads,
+            max_seqs=BATCH,
+            cache=CacheConfig(kv_dtype=kv_dtype),
+            backend=backend,
+            weights=weights,
+        )
         self._engine = self._llm.engine
         self._params = SamplingParams(max_tokens=None, ignore_eos=True)
         self._requests: list[int] = []

@@ -84,6 +84,22 @@ def test_torch_backend_equals_reference_on_ragged_lanes(group, masses):
     torch.testing.assert_close(lse, expected_lse, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize("masses", [False, True])
+def test_queries_in_float64_are_attended_to_in_float64(masses, dtype):
+    rows, lengths = [1, 1, 7, 1, 2, 40, 1], [33, 0, 50, 300, 0, 9, 8]
+    batch = random_batch(rows, lengths, kv_heads=3, masses=masses, dtype=dtype)
+    backend = TorchBackend()
+    backend.plan(batch)
+    q, k, v = (x.double() for x in backend.rotate_and_write(torch.randn(sum(rows), 12, 16), batch, 0))
+    torch.testing.assert_close(
+        backend.attend(q, k, v, batch, 0),
+        ReferenceBackend().attend(q, k, v, batch, 0),
+        atol=1e-13,
+        rtol=1e-12,
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_sixteen_bit_pools_give_what_their_rounded_rows_give(dtype, head_dim):

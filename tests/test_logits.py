@@ -174,7 +174,7 @@ def test_real_small_model_equals_transformers_on_the_same_weights(smollm_path):
     assert set(missing) <= {"lm_head.weight"} and not extra, asdict(c)
     with torch.no_grad():
         expected = peer(torch.tensor([ids])).logits[0]
-    actual = our_logits(Decoder(c, opened.weights, TorchBackend()), ids, chunk=128)
+    actual = our_logits(Decoder(c, opened.weights, TorchBackend(), "f32"), ids, chunk=128)
     spread = (expected.max() - expected.min()).item()
     assert (actual - expected).abs().max().item() < 1e-4 * spread
     assert (actual.argmax(-1) == expected.argmax(-1)).float().mean() > 0.995

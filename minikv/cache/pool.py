@@ -197,16 +197,21 @@ class PagePool:
         self._put(target, *self._take(source))
         self.write_entries(target, self.positions.view(-1)[source], self.log_mass.view(-1)[source])
 
-    def read_pages(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather whole pages: keys and values [len(ids) * page_size, head_dim], as `read_rows`."""
+    def read_pages(self, ids: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Gather whole pages: keys and values [len(ids) * page_size, head_dim], as `read_rows`.
+
+        Float pages are gathered into `out` [2, len(ids) * page_size * head_dim] of their dtype, if given.
+        """
         if self.keys_transposed or self.dtype == torch.int8:
             return self.read_rows(
                 (ids.unsqueeze(-1) * self.page_size + torch.arange(self.page_size)).view(-1)
             )
         width = self.page_size * self.head_dim
-        keys = self.keys.view(-1, width).index_select(0, ids)
-        values = self.values.view(-1, width).index_select(0, ids)
-        return keys.view(-1, self.head_dim), values.view(-1, self.head_dim)
+        if out is None:
+            out = self.keys.new_empty(2, len(ids) * width)
+        torch.index_select(self.keys.view(-1, width), 0, ids, out=out[0].view(-1, width))
+        torch.index_select(self.values.view(-1, width), 0, ids, out=out[1].view(-1, width))
+        return out[0].view(-1, self.head_dim), out[1].view(-1, self.head_dim)
 
     def copy_pages(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy whole pages with everything in them."""

@@ -21,7 +21,8 @@ def sdpa_with_lse(
     """
     scale = 1 / math.sqrt(q.shape[-1])
     if bias is not None:
-        bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        # The fused operator reads the mask as numbers of the queries' type, whatever it holds.
+        bias = bias.to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if _FLASH is not None and q.device.type == "cpu":
         # The public function hides the log-sum-exp, which merging needs.
         return _FLASH(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)

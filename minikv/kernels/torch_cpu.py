@@ -9,7 +9,7 @@ by log-sum-exp: that halves the work of one masked call.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,9 +23,8 @@ from minikv.kernels.sdpa import sdpa_with_lse
 class _Group:
     """Sequences attended together: padding to the longest lane wastes at most half."""
 
-    sequences: Tensor  # [n] int64 into the batch
     rows: Tensor  # [n] int64
-    num_pages: int
+    pages: Tensor  # [layers, n, kv_heads, P] int32
     lengths: Tensor  # [n, layers, kv_heads] int64, the new row included
     uniform_length: int | None  # set when no lane needs padding or masses
 
@@ -45,10 +44,18 @@ class _Chunk:
 class _Plan:
     groups: list[_Group]
     chunks: list[_Chunk]
+    rooms: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    def room(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Memory [2, size] for keys and values, the same for all calls of a pass: the system would map
+        and unmap fresh memory every time, which takes longer than filling it."""
+        if dtype not in self.rooms or self.rooms[dtype].shape[1] < size:
+            self.rooms[dtype] = torch.empty(2, size, dtype=dtype)
+        return self.rooms[dtype][:, :size]
 
 
 class TorchBackend:
-    """Plain torch operators on the CPU; computes in float32 whatever the KV dtype is."""
+    """Plain torch operators on the CPU; computes in the type of the queries, whatever the KV dtype is."""
 
     name = "torch"
     page_size = 32
@@ -112,13 +119,16 @@ def _make_group(batch: Batch, members: list[int]) -> _Group:
     longest, shortest = int(lengths.max()), int(lengths.min())
     uniform = longest == shortest and not any(batch.has_mass[s] for s in members)
     rows = torch.tensor([batch.row_starts[s] for s in members])
-    return _Group(sequences, rows, -(-longest // batch.pool.page_size), lengths, longest if uniform else None)
+    # Chosen here for all layers at once: an indexing step costs as much as a small product.
+    num_pages = -(-longest // batch.pool.page_size)
+    pages = batch.lane_pages[sequences, :, :, :num_pages].transpose(0, 1).contiguous()
+    return _Group(rows, pages, lengths, longest if uniform else None)
 
 
 def _decode(q: Tensor, batch: Batch, layer: int, group: _Group) -> tuple[Tensor, Tensor]:
     """One query row per sequence. q: [n, query_heads, head_dim]; every lane has an entry."""
     count, query_heads, head_dim = q.shape
-    pages = batch.lane_pages[group.sequences, layer, :, : group.num_pages]
+    pages = group.pages[layer]
     keys, values = _gather(batch, pages, q.dtype)
     bias = None
     if group.uniform_length is not None:
@@ -160,12 +170,17 @@ def _prefill(
 
 
 def _gather(batch: Batch, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [n, kv_heads, entries, head_dim] of the pages [n, kv_heads, P]."""
-    pool = batch.pool
-    flat = pages.reshape(-1)
+    """Keys and values [n, kv_heads, entries, head_dim] of the pages [n, kv_heads, P], valid until the
+    next call of the pass."""
+    pool, plan = batch.pool, batch.plan
     shape = (*pages.shape[:2], pages.shape[2] * pool.page_size, pool.head_dim)
-    keys, values = pool.read_pages(flat)
-    return keys.view(shape).to(dtype), values.view(shape).to(dtype)
+    size = math.prod(shape)
+    keys, values = pool.read_pages(pages.reshape(-1), plan.room(size, pool.dtype))
+    keys, values = keys.view(shape), values.view(shape)
+    if keys.dtype == dtype:
+        return keys, values
+    room = plan.room(size, dtype).view(2, *shape)
+    return room[0].copy_(keys), room[1].copy_(values)
 
 
 def _bias(batch: Batch, pages: Tensor, lengths: Tensor) -> Tensor:

@@ -7,10 +7,13 @@ from minikv.kernels.backend import AttentionBackend
 from minikv.kernels.cpu.backend import CpuBackend
 from minikv.models.config import ModelConfig
 from minikv.models.decoder import Decoder
+from minikv.models.int8_linear import activation_levels
 from minikv.models.packed_decoder import KEPT, PackedDecoder
 from minikv.models.weights import WeightSource
 
 WEIGHTS = ("auto", "q4", "q8", "bf16", "f32")
+# What the backends in plain torch can use.
+_PLAIN_WEIGHTS = {"torch": ("auto", "q8", "f32"), "reference": ("auto", "f32")}
 _BYTES_PER_WEIGHT = {"q4": 20 / 32, "q8": 34 / 32, "bf16": 2.0, "f16": 2.0, "f32": 4.0}
 
 
@@ -18,19 +21,26 @@ def check_weights_kind(kind: str, backend: AttentionBackend) -> None:
     """Raise ConfigError for a kind of weights that is unknown or that the backend cannot use."""
     if kind not in WEIGHTS:
         raise ConfigError(f"weights must be one of {', '.join(WEIGHTS)}, not {kind!r}.")
-    if kind not in ("auto", "f32") and not isinstance(backend, CpuBackend):
-        raise ConfigError(
-            f"weights {kind} needs the compiled kernels, and backend {backend.name} has f32 only."
-        )
+    possible = WEIGHTS if isinstance(backend, CpuBackend) else _PLAIN_WEIGHTS[backend.name]
+    if kind not in possible:
+        listed = f"{', '.join(possible[:-1])} or {possible[-1]}"
+        raise ConfigError(f"weights must be {listed} with backend {backend.name}, not {kind}.")
 
 
 def weight_bytes(config: ModelConfig, kind: str, backend: AttentionBackend) -> int:
     """About what the weights take in memory once loaded."""
-    if not isinstance(backend, CpuBackend):
-        kind = "f32"
-    elif kind == "auto":
+    if kind == "auto":
         kind = KEPT.get(config.dtype, "q8")
+    if not isinstance(backend, CpuBackend):
+        kind = _plain_kind(kind, backend)
     return int(config.num_parameters() * _BYTES_PER_WEIGHT[kind])
+
+
+def _plain_kind(kind: str, backend: AttentionBackend) -> str:
+    """What a kind of the compiled kernels, or of the file, becomes on a backend in plain torch."""
+    if backend.name == "reference" or kind not in ("q4", "q8") or activation_levels() is None:
+        return "f32"
+    return "q8"
 
 
 def build_decoder(
@@ -40,4 +50,4 @@ def build_decoder(
     check_weights_kind(kind, backend)
     if isinstance(backend, CpuBackend):
         return PackedDecoder(config, weights, backend, kind)
-    return Decoder(config, weights, backend)
+    return Decoder(config, weights, backend, "f32" if backend.name == "reference" else kind)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 _Q8_GROUP = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
 
 

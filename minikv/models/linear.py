@@ -16,6 +16,8 @@ _PACK_ROWS = 64
 class Linear(Protocol):
     """y = x W^T + b for x [rows, in_features], W [out_features, in_features]."""
 
+    nbytes: int  # of weight and bias
+
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
@@ -28,6 +30,7 @@ class DenseLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         self.bias = bias
+        self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self.packed = _pack(weight)
         self.weight = weight if self.packed is None else None
         self._pad_one_row = self.packed is not None and self._one_row_differs(weight.shape[1])
