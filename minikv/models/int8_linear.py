@@ -103,7 +103,7 @@ def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _pack(codes: Tensor, scales: Tensor) -> Any:
     zero_points = torch.zeros(len(scales), dtype=torch.int64)
-    quantised = torch._make_per_channel_quantized_tensor(codes, scales, zero_points, 0)
+    quantised = torch.ops.aten._make_per_channel_quantized_tensor(codes, scales, zero_points, 0)
     return torch.ops.quantized.linear_prepack(quantised, None)
 
 
