@@ -20,25 +20,18 @@ import torch
 from torch import Tensor
 
 from common import ROOT, TEXT
-from minikv.cache.lanes import LaneStore
-from minikv.cache.pool import PagePool
-from minikv.kernels.backend import choose_backend
-from minikv.models.build import build_decoder
 from minikv.models.sources import open_model, resolve_model
-from minikv.sampling import Sampler, SamplingParams
-from minikv.scheduler.batching import build_batch
-from minikv.scheduler.request import Request
-from minikv.scheduler.scheduler import Scheduled
+from minikv.probe import Probe
 
 CHUNK = 128
 LLAMA = "llama.cpp, float16 KV"
 SETTINGS = {
-    "auto weights, float32 KV": ("auto", torch.float32),
-    "auto weights, float16 KV": ("auto", torch.float16),
-    "auto weights, int8 KV": ("auto", torch.int8),
-    "f32 weights, float32 KV": ("f32", torch.float32),
-    "f32 weights, float16 KV": ("f32", torch.float16),
-    "q8 weights, float16 KV": ("q8", torch.float16),
+    "auto weights, float32 KV": ("auto", "float32"),
+    "auto weights, float16 KV": ("auto", "float16"),
+    "auto weights, int8 KV": ("auto", "int8"),
+    "f32 weights, float32 KV": ("f32", "float32"),
+    "f32 weights, float16 KV": ("f32", "float16"),
+    "q8 weights, float16 KV": ("q8", "float16"),
 }
 _RESAMPLES = 10_000
 
@@ -67,29 +60,16 @@ class Sums:
 class Runner:
     """One decoder over one lane set, chunk by chunk."""
 
-    def __init__(self, model: str, backend: str, weights: str, kv_dtype: torch.dtype, length: int):
-        opened = open_model(resolve_model(model))
-        config = opened.config
-        kernels, _ = choose_backend(backend, "cpu", torch.get_num_threads(), config.head_dim)
-        self.decoder = build_decoder(config, opened.weights, kernels, weights)
-        pages = -(-length // 32) * config.num_layers * config.num_kv_heads
-        pool = PagePool(pages, 32, config.head_dim, kv_dtype, keys_transposed=kernels.keys_transposed)
-        self.store = LaneStore(pool, 1, config.num_layers, config.num_kv_heads, length)
-        params = SamplingParams()
-        self.request = Request(
-            0, [], params, Sampler(params, (), config.vocab_size), frozenset(), seq=self.store.open()
+    def __init__(self, model: str, backend: str, weights: str, kv_dtype: str, length: int):
+        self.probe = Probe.load(
+            model, backend=backend, weights=weights, kv_dtype=kv_dtype, max_context=length, max_seqs=1
         )
+        self.seq = self.probe.open()
 
     def logits(self, ids: list[int]) -> Tensor:
         """See `Source`."""
-        request = self.request
-        request.tokens = request.tokens + ids
-        assert self.store.reserve(0, len(ids))
-        batch = build_batch(self.store, [Scheduled(request, len(ids))])
-        batch.logit_rows = torch.arange(len(ids))
-        logits = self.decoder.forward(batch)
-        self.store.append(0, len(ids))
-        request.num_computed += len(ids)
+        logits = self.probe.feed(self.seq, ids, logits="all")
+        assert logits is not None
         return torch.log_softmax(logits.double(), dim=-1)
 
 
@@ -110,7 +90,7 @@ def main() -> None:
     ids = open_model(resolve_model(options.model)).tokenizer.encode(text)[: options.tokens + 1]
     for name, (weights, kv_dtype) in SETTINGS.items():
         sources[name] = Runner(options.model, "cpu", weights, kv_dtype, len(ids))
-    reference = Runner(options.model, "torch", "f32", torch.float32, len(ids))
+    reference = Runner(options.model, "torch", "f32", "float32", len(ids))
     report(measure(reference, sources, ids), options.json)
 
 

@@ -3,42 +3,25 @@ are resolved into a new object, never written back."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from minikv.cache.budget import Budget, parse_budget
 from minikv.errors import ConfigError, shown
+from minikv.sizes import format_size, parse_size
 
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*$", re.IGNORECASE)
-_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+__all__ = [
+    "KV_DTYPES",
+    "CacheConfig",
+    "EngineConfig",
+    "TierConfig",
+    "check_ranges",
+    "format_size",
+    "parse_size",
+]
+
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
-
-
-def parse_size(value: str | int, option: str = "size") -> int:
-    """Bytes of `"64MiB"`, `"64MB"`, `"1.5G"` or a plain number; powers of 1024 for i-units and
-    bare letters, of 1000 for `kB`, `MB`, `GB`, `TB`."""
-    if isinstance(value, bool) or (isinstance(value, int) and value <= 0):
-        raise ConfigError(f"{option} must be a positive number of bytes, not {shown(value)}.")
-    if isinstance(value, int) and value < 2**62:
-        return value
-    match = _SIZE.match(value) if isinstance(value, str) else None
-    if not match:
-        raise ConfigError(f'{option} must look like "64MiB", "2GB" or a number of bytes, not {shown(value)}.')
-    number, letter, binary, b = match.groups()
-    base = 1000 if letter and b and not binary else 1024
-    size = float(number) * base ** _POWER[letter.lower()]
-    if not 1 <= size < 2**62:
-        raise ConfigError(f"{option} must be at least one byte and less than 4 EiB, not {shown(value)}.")
-    return int(size)
-
-
-def format_size(count: float) -> str:
-    """`1536` -> `1.5 KiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
 
 
 def _positive(option: str, value: Any) -> None:
@@ -46,23 +29,116 @@ def _positive(option: str, value: Any) -> None:
         raise ConfigError(f"{option} must be a whole number of at least 1, not {shown(value)}.")
 
 
+def _not_negative(option: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{option} must be a whole number of at least 0, not {shown(value)}.")
+
+
+def _one_of(option: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{option} must be {' or '.join(choices)}, not {shown(value)}.")
+
+
 @dataclass(frozen=True)
 class CacheConfig:
-    """How KV entries are stored.
+    """How KV entries are stored, and which of them stay.
 
     kv_dtype: `auto`, `float32`, `float16`, `bfloat16`, or `int8` with a scale per entry. `auto` is
     float16 with the compiled kernels and float32 with the others.
     page_size: entries per page; None lets the backend choose.
+    policy: what chooses the entries that stay: `full` keeps all; `window`, `snapkv`, `adakv`, `expected`
+        and `compresskv` work to a budget; `adakv:SCORING` puts adakv's allocation on another scoring.
+    budget: what a sequence may keep, protected entries included. A float in (0, 1] is a fraction of its
+        tokens, an int of at least 1 entries per lane on average, a size such as `"64MiB"` a hard ceiling
+        on the bytes of its pages. None only with policy `full`.
+    sinks, recent: first and last entries of every lane that always stay; a budget too small for them
+        gives up recent ones first.
+    window: last content tokens of a prompt whose queries policies read.
+    evicted: `drop` forgets what does not stay.
+    prefill: `exact` holds the full prompt until its end and compresses once; `streaming` compresses
+        while it goes, so that a prompt needs no more memory than budget and chunk, at some loss.
+    decode_slack: entries per lane above the budget at which a decoding sequence is compressed again;
+        None: never, except under a budget in bytes.
+    pinned: token ranges [start, end) that always stay.
+    profile: path of a calibration profile for `compresskv`; None takes the one shipped for the model.
     """
 
     kv_dtype: str = "auto"
     page_size: int | None = None
+    policy: str = "full"
+    budget: float | int | str | None = None
+    sinks: int = 4
+    recent: int = 16
+    window: int = 16
+    evicted: str = "drop"
+    prefill: str = "exact"
+    decode_slack: int | None = None
+    pinned: tuple[tuple[int, int], ...] = ()
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         if self.kv_dtype not in KV_DTYPES:
             raise ConfigError(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, not {shown(self.kv_dtype)}.")
         if self.page_size is not None:
             _positive("page_size", self.page_size)
+        for name in ("sinks", "recent"):
+            _not_negative(name, getattr(self, name))
+        _positive("window", self.window)
+        if self.decode_slack is not None:
+            _positive("decode_slack", self.decode_slack)
+        if self.evicted == "demote":
+            raise ConfigError('evicted="demote" is not available yet; use "drop".')
+        _one_of("evicted", self.evicted, ("drop",))
+        _one_of("prefill", self.prefill, ("exact", "streaming"))
+        object.__setattr__(self, "pinned", check_ranges("pinned", self.pinned))
+        self._check_policy()
+
+    def _check_policy(self) -> None:
+        if self.policy == "full":
+            for name, off in (("budget", None), ("decode_slack", None), ("prefill", "exact")):
+                if getattr(self, name) != off:
+                    raise ConfigError(
+                        f"{name} {shown(getattr(self, name))} needs a policy that compresses, such as "
+                        "snapkv; policy full keeps everything."
+                    )
+        else:
+            # Only here: policies load torch, which a plain configuration must not.
+            from minikv.cache.policies.registry import check_policy_name
+
+            check_policy_name(self.policy)
+            if self.budget is None:
+                raise ConfigError(
+                    f"policy {self.policy} needs a budget: a fraction such as 0.1, entries per lane such as "
+                    '256, or a size such as "64MiB".'
+                )
+            parse_budget(self.budget)
+        if self.profile is None:
+            return
+        if not isinstance(self.profile, str):
+            raise ConfigError(f"profile must be a path, not {shown(self.profile)}.")
+        if "compresskv" not in self.policy:
+            raise ConfigError(f"profile is read by compresskv only, not by policy {self.policy}.")
+
+    @property
+    def limit(self) -> Budget | None:
+        """The budget in its parsed form; None with policy `full`."""
+        return None if self.budget is None else parse_budget(self.budget)
+
+
+def check_ranges(option: str, value: Any) -> tuple[tuple[int, int], ...]:
+    """Token ranges as a tuple of pairs; ConfigError unless all are whole numbers with 0 <= start < end."""
+    fault = ConfigError(f"{option} must be a list of token ranges (start, end), not {shown(value)}.")
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise fault
+    ranges = []
+    for pair in value:
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise fault
+        start, end = pair
+        if type(start) is not int or type(end) is not int or not 0 <= start < end:
+            raise fault
+        ranges.append((start, end))
+    return tuple(ranges)
 
 
 @dataclass(frozen=True)

@@ -11,29 +11,32 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from minikv.cache.lanes import LaneStore
-from minikv.cache.pool import PagePool, page_bytes
-from minikv.config import EngineConfig, format_size
+from minikv.cache.compress import Compressor, Ranges
+from minikv.config import CacheConfig, EngineConfig, check_ranges
 from minikv.errors import ConfigError, MinikvError
 from minikv.kernels.batch import Batch
-from minikv.memory import pool_pages
+from minikv.memory import make_store, resolve_context
 from minikv.models.config import ModelConfig
 from minikv.results import FinishReason
 from minikv.sampling import Sample, Sampler, SamplingParams, sample_batch
 from minikv.scheduler.batching import build_batch
+from minikv.scheduler.recording import record_queries, record_surprisal
 from minikv.scheduler.request import Event, FinishEvent, Lanes, Request, State, TokenEvent
+from minikv.scheduler.retention import FindProfile, Retention, Retentions
 from minikv.scheduler.scheduler import Scheduled, Scheduler
 
 _LOG = logging.getLogger(__name__)
 
 
 class Model(Protocol):
-    """What the engine needs of a decoder."""
+    """What the engine needs of a decoder. With policies it also needs `rope`, `output_weight` and, for
+    surprisal, `hidden_states` and `logits`."""
 
     config: ModelConfig
 
@@ -43,7 +46,8 @@ class Model(Protocol):
 
 
 class Engine:
-    """One model, one page pool, any number of requests."""
+    """One model, one page pool, any number of requests. `config.cache` is what requests get that bring
+    no cache configuration of their own."""
 
     def __init__(
         self,
@@ -53,17 +57,14 @@ class Engine:
         page_size: int = 32,
         eos_token_ids: Sequence[int] = (),
         keys_transposed: bool = False,
+        find_profile: FindProfile | None = None,
     ):
         shape = model.config
-        self.model = model
+        self.model: Any = model
         self.config = config
         self.max_context = resolve_context(config.max_context, shape.max_context)
         self.eos_token_ids = frozenset(eos_token_ids)
-        num_lanes = shape.num_layers * shape.num_kv_heads
-        size = page_bytes(page_size, shape.head_dim, kv_dtype)
-        num_pages = pool_pages(config, self.max_context, num_lanes, page_size, size)
-        pool = PagePool(num_pages, page_size, shape.head_dim, kv_dtype, config.debug_checks, keys_transposed)
-        self.store = LaneStore(pool, config.max_seqs, shape.num_layers, shape.num_kv_heads, self.max_context)
+        self.store = make_store(config, shape, self.max_context, kv_dtype, page_size, keys_transposed)
         # Dynamic RoPE rotates a token for the length of its whole prompt once that is past the
         # original context; lanes of a shorter turn are then not what a fresh prompt would give.
         reuse_limit = shape.rope.original_context if shape.rope.kind == "dynamic" else None
@@ -72,6 +73,9 @@ class Engine:
         self._events: list[Event] = []
         self._next_id = 0
         self._in_use = threading.Lock()
+        self._compressor = Compressor(self.store, self.model)
+        self._retentions = Retentions(self.store, config, model, find_profile)
+        self._retentions.get(config.cache)
 
     @property
     def has_work(self) -> bool:
@@ -79,35 +83,54 @@ class Engine:
         return bool(self._events) or self.scheduler.has_work
 
     def add(
-        self, token_ids: Sequence[int], params: SamplingParams | None = None, lanes: Lanes | None = None
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        lanes: Lanes | None = None,
+        cache: CacheConfig | None = None,
+        content_end: int | None = None,
+        pinned: Ranges = (),
     ) -> list[int]:
         """Queue a prompt; returns one request id per completion asked for (`params.n`).
 
         `lanes` are kept when the request ends and reused by the next one that brings them, as far
         as the token ids agree; they serve one request at a time. A prompt that can never run ends
         with an error event at the next step instead of raising.
+
+        cache: which entries stay, for this request; None takes the engine's. content_end: how many of the
+        tokens are content, before those that a chat template puts behind the user's text. pinned: token
+        ranges [start, end) that stay, besides those of `cache`. Raises ConfigError for a cache
+        configuration that this engine cannot serve.
         """
         params = params or SamplingParams()
         with self._one_thread():
-            return self._add(token_ids, params, lanes)
+            if lanes is not None and lanes.busy:
+                raise ConfigError("The lanes of a conversation serve one request at a time.")
+            if lanes is not None and params.n > 1:
+                raise ConfigError("The lanes of a conversation cannot be shared by n > 1 completions.")
+            retention = self._retentions.get(cache or self.config.cache)
+            order = _Order(token_ids, params, retention, content_end, check_ranges("pinned", pinned), lanes)
+            return self._add(order)
 
-    def _add(self, token_ids: Sequence[int], params: SamplingParams, lanes: Lanes | None) -> list[int]:
-        if lanes is not None and (lanes.busy or params.n > 1):
-            what = "serve one request at a time" if lanes.busy else "cannot be shared by n > 1 completions"
-            raise ConfigError(f"The lanes of a conversation {what}.")
-        fault = self._fault(token_ids)
+    def _add(self, order: _Order) -> list[int]:
+        fault = self._fault(order.token_ids)
         leader: Request | None = None
         ids = []
-        for index in range(params.n):
-            request, problem = self._make_request(token_ids, params, index, lanes, leader, fault)
+        for index in range(order.params.n):
+            request, problem = self._make_request(order, index, leader, fault)
             leader = leader or request
             ids.append(request.id)
-            if problem:
+            shortage = None if problem else self._shortage(request)
+            if problem or shortage:
                 request.state = State.FINISHED
-                self._events.append(FinishEvent(request, "error", problem))
+                # A conversation that grew past the pool has come to its end; nothing is wrong with it.
+                grown = shortage and order.lanes is not None and order.lanes.token_ids
+                self._events.append(
+                    FinishEvent(request, "context" if grown else "error", problem or shortage)
+                )
                 continue
-            if lanes is not None:
-                lanes.busy = True
+            if order.lanes is not None:
+                order.lanes.busy = True
             self._requests[request.id] = request
             self.scheduler.add(request)
         return ids
@@ -137,6 +160,11 @@ class Engine:
         for request, message in self.scheduler.exhausted:
             self._finish(request, "context", message)
         self.scheduler.exhausted.clear()
+        # These got no rows: their lanes are over a limit that is lower than that of the turn before.
+        for request in self.scheduler.overfull:
+            if request.state is State.RUNNING:
+                self._compress_if_due(request)
+        self.scheduler.overfull.clear()
         if plan:
             self._compute(plan)
         if self.config.debug_checks:
@@ -159,23 +187,80 @@ class Engine:
         now = time.perf_counter()
         for item in plan:
             item.request.started = item.request.started or now
+        plan = [self._with_capture(item) for item in plan]
         try:
-            batch = build_batch(self.store, plan)
-            logits = self.model.forward(batch)
+            logits, likeliest = self._forward(plan)
         except Exception as error:
             _LOG.debug("a step failed", exc_info=True)
             # Lane lengths are unchanged, so only the requests of this step are lost.
             for item in plan:
                 self._finish(item.request, "error", _describe(error))
             return
-        finished_prompts = []
+        finished_prompts, rows, row = [], [], 0
         for item in plan:
-            assert item.request.seq is not None
-            self.store.append(item.request.seq, item.count)
-            item.request.num_computed += item.count
-            if item.request.num_remaining == 0:
-                finished_prompts.append(item.request)
-        self._sample(finished_prompts, logits, batch.likeliest)
+            request = item.request
+            assert request.seq is not None
+            self.store.append(request.seq, item.count)
+            request.num_computed += item.count
+            wants_logits = request.num_remaining == 0
+            if self._compress_if_due(request) and wants_logits:
+                finished_prompts.append(request)
+                rows.append(row)
+            row += wants_logits
+        if len(rows) < len(logits):
+            logits = logits[rows]
+            likeliest = None if likeliest is None else likeliest[rows]
+        self._sample(finished_prompts, logits, likeliest)
+
+    def _with_capture(self, item: Scheduled) -> Scheduled:
+        """The scheduled rows with those whose queries the request's policy wants."""
+        request = item.request
+        if request.course.turn_at(request.num_computed).retention.keeps_all:
+            return item
+        recorder = request.course.recorder_at(request.num_computed, self.model.config, self.model.rope)
+        if recorder is None:
+            return item
+        return replace(
+            item, capture=recorder.wanted_rows(request.num_computed, item.count), recorder=recorder
+        )
+
+    def _forward(self, plan: list[Scheduled]) -> tuple[Tensor, Tensor | None]:
+        """Logits of a step, and the likeliest tokens where the decoder finds them on the way; its
+        recorders get what they wanted."""
+        batch = build_batch(self.store, plan)
+        if not any(item.recorder is not None and item.recorder.wants_surprisal for item in plan):
+            logits = self.model.forward(batch)
+        else:
+            hidden = self.model.hidden_states(batch)
+            logits = self.model.logits(hidden, batch.logit_rows)
+            record_surprisal(plan, batch, lambda rows: self.model.logits(hidden, rows))
+        record_queries(plan, batch)
+        return logits, batch.likeliest
+
+    def _compress_if_due(self, request: Request) -> bool:
+        """Compress a request's lanes as often as its course asks for; False if that ended the request."""
+        course, seq = request.course, request.seq
+        assert seq is not None
+        while (due := course.due(request.num_computed, self.store.lengths[seq])) is not None:
+            turn = due.turn
+            assert turn.retention.policy is not None
+            try:
+                self._compressor.compress(
+                    seq,
+                    turn.retention.policy,
+                    turn.retention.cache,
+                    request.num_computed,
+                    course.recorded(due),
+                    turn.pinned,
+                    due.room,
+                    max(request.num_computed, turn.num_prompt),
+                )
+            except Exception as error:
+                _LOG.debug("a compression failed", exc_info=True)
+                self._finish(request, "error", _describe(error))
+                return False
+            course.take(due)
+        return True
 
     def _sample(self, requests: list[Request], logits: Tensor, likeliest: Tensor | None) -> None:
         """Sample for the requests of the logit rows, and for siblings that waited for their prompt."""
@@ -222,29 +307,26 @@ class Engine:
     # Admission checks
 
     def _make_request(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        index: int,
-        lanes: Lanes | None,
-        leader: Request | None,
-        problem: str | None,
+        self, order: _Order, index: int, leader: Request | None, problem: str | None
     ) -> tuple[Request, str | None]:
-        vocab = self.model.config.vocab_size
+        vocab, params = self.model.config.vocab_size, order.params
         sampler = Sampler(SamplingParams(), (), vocab)
         if problem is None:
             try:
-                sampler = Sampler(params, token_ids, vocab, index)
+                sampler = Sampler(params, order.token_ids, vocab, index)
             except MinikvError as error:
                 problem = str(error)
         stops = frozenset(params.stop_token_ids)
         request = Request(
             id=self._next_id,
-            tokens=list(token_ids),
+            tokens=list(order.token_ids),
             params=params,
             sampler=sampler,
             stop_ids=stops if params.ignore_eos else stops | self.eos_token_ids,
-            lanes=lanes,
+            retention=order.retention,
+            content_end=order.content_end,
+            pinned=order.pinned,
+            lanes=order.lanes,
             leader=leader,
         )
         self._next_id += 1
@@ -264,27 +346,31 @@ class Engine:
                 f"The prompt has {count} tokens and the context is {self.max_context}; "
                 "shorten the prompt or raise max_context if the model allows."
             )
-        pool = self.store.pool
-        needed = self.store.pages_for(count)
-        if needed > pool.num_pages:
-            need, have = format_size(needed * pool.page_bytes), format_size(pool.num_pages * pool.page_bytes)
-            return (
-                f"The prompt's {count} tokens need {need} of KV cache and the pool has {have}; "
-                "raise kv_hot or shorten the prompt."
-            )
         return None
 
+    def _shortage(self, request: Request) -> str | None:
+        """Why the pool can never hold a request's prompt, or None."""
+        needed = self.scheduler.most_pages(request)
+        if needed <= self.store.pool.num_pages:
+            return None
+        return self.scheduler.shortage(request, request.num_prompt, needed)
 
-def resolve_context(asked: int | None, model_limit: int) -> int:
-    """The context in tokens: the model's own unless less is asked for."""
-    if asked is None:
-        return model_limit
-    if asked > model_limit:
-        raise ConfigError(f"max_context {asked} is more than this model's context of {model_limit} tokens.")
-    return asked
+
+@dataclass(frozen=True)
+class _Order:
+    """What `Engine.add` was asked for."""
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+    retention: Retention
+    content_end: int | None
+    pinned: Ranges
+    lanes: Lanes | None
 
 
 def _describe(error: Exception) -> str:
+    if isinstance(error, MinikvError):
+        return str(error)
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
         return "The machine ran out of memory in a step; lower kv_hot, max_seqs or prefill_chunk."
     detail = (str(error).splitlines() or ["no message"])[0]

@@ -12,24 +12,22 @@ from operator import index
 from types import TracebackType
 from typing import Any, overload
 
-import torch
-
-from minikv.config import CacheConfig, EngineConfig, TierConfig, format_size
+from minikv.cache.compress import Ranges
+from minikv.config import CacheConfig, EngineConfig, TierConfig
 from minikv.engine import Engine
-from minikv.errors import ConfigError, MinikvError, ModelError, RequestError, shown
-from minikv.kernels.backend import AttentionBackend, check_backend_name, choose_backend
+from minikv.errors import ConfigError, MinikvError, RequestError, shown
+from minikv.loading import load_model
 from minikv.memory import available_bytes
-from minikv.models.build import build_decoder, check_weights_kind, weight_bytes
-from minikv.models.sources import OpenModel, open_model, resolve_model
 from minikv.output import OutputText
+from minikv.profiles import ProfileFinder
 from minikv.results import Result, StreamPiece
 from minikv.sampling import SamplingParams
 from minikv.scheduler.request import FinishEvent, Lanes
 from minikv.session import ChatSession, Pieces
-from minikv.threads import default_threads, warn_if_threads_spin
+from minikv.text.spans import content_end
+from minikv.threads import warn_if_threads_spin
 
 Prompt = str | Sequence[int]
-MAX_THREADS = 256
 Message = Mapping[str, Any]
 
 
@@ -43,7 +41,8 @@ _IDLE_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Job:
-    """One unit of work for `LLM.run`: a raw prompt or a conversation, and how to sample.
+    """One unit of work for `LLM.run`: a raw prompt or a conversation, how to sample, and which KV entries
+    to keep (None: as the LLM was told).
 
     `key` is the caller's own and comes back with the result.
     """
@@ -53,13 +52,28 @@ class Job:
     messages: Sequence[Message] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    cache: CacheConfig | None = None
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What goes to the engine, and whether the output goes on in the middle of the prompt's text."""
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+    continues: bool
+    lanes: Lanes | None = None
+    cache: CacheConfig | None = None
+    content_end: int | None = None
+    pinned: Ranges = ()
 
 
 class LLM:
     """A loaded model with its KV pool.
 
     model: a built-in name, a local directory, a local .gguf file, or a Hub id.
-    cache, tiers: how KV entries are stored, and the byte ceilings of the tiers.
+    cache: how KV entries are stored and which are kept; each request may keep its own way.
+    tiers: the byte ceilings of the tiers.
     device: `auto` or `cpu`. backend: `auto`, `cpu` (compiled), `torch` or `reference`.
     weights: `auto` keeps what the file has; `q4`, `q8`, `bf16`, `f32` convert (compiled kernels).
     max_context: tokens of one sequence that may be held; None is the model's own limit.
@@ -90,46 +104,39 @@ class LLM:
         progress: bool = False,
     ):
         started = time.perf_counter()
-        if not isinstance(model, str | os.PathLike):
-            raise ConfigError(f"model must be a name or a path, not {shown(model)}.")
         warn_if_threads_spin()
         cache, tiers = cache or CacheConfig(), tiers or TierConfig()
         config = EngineConfig(
             max_seqs, max_batch_tokens, prefill_chunk, max_context, cache=cache, tiers=tiers
         )
-        if threads is not None:
-            if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
-                raise ConfigError(
-                    f"threads must be a whole number from 1 to {MAX_THREADS}, not {shown(threads)}."
-                )
-            torch.set_num_threads(threads)
-        check_backend_name(backend, device)
-        opened = open_model(
-            resolve_model(os.fspath(model), revision=revision, offline=offline, progress=progress)
+        loaded = load_model(
+            model,
+            cache,
+            available_bytes(),
+            device=device,
+            backend=backend,
+            weights=weights,
+            revision=revision,
+            offline=offline,
+            threads=threads,
+            progress=progress,
         )
-        kernels, self.backend_reason = choose_backend(
-            backend, device, threads or default_threads(), opened.config.head_dim, cache.page_size
+        self._engine: Engine | None = Engine(
+            loaded.decoder,
+            config,
+            kv_dtype=loaded.kv_dtype,
+            page_size=loaded.page_size,
+            eos_token_ids=loaded.tokenizer.eos_token_ids,
+            keys_transposed=loaded.kernels.keys_transposed,
+            find_profile=ProfileFinder(loaded),
         )
-        check_weights_kind(weights, kernels)
-        _check_memory(opened, weight_bytes(opened.config, weights, kernels))
-        dtype = _kv_dtype(cache.kv_dtype, kernels)
-        try:
-            self._engine: Engine | None = Engine(
-                build_decoder(opened.config, opened.weights, kernels, weights),
-                config,
-                kv_dtype=dtype,
-                page_size=cache.page_size or kernels.page_size,
-                eos_token_ids=opened.tokenizer.eos_token_ids,
-                keys_transposed=kernels.keys_transposed,
-            )
-        finally:
-            opened.weights.close()
-        self.name = opened.name
-        self.config = opened.config
-        self.tokenizer = opened.tokenizer
-        self.fingerprint = opened.fingerprint
-        self.backend_name = kernels.name
-        self.kv_dtype = str(dtype).removeprefix("torch.")
+        self.name = loaded.name
+        self.config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        self.fingerprint = loaded.fingerprint
+        self.backend_name = loaded.kernels.name
+        self.backend_reason = loaded.reason
+        self.kv_dtype = str(loaded.kv_dtype).removeprefix("torch.")
         self.load_seconds = time.perf_counter() - started
         self._outputs: dict[int, OutputText] = {}
 
@@ -176,30 +183,43 @@ class LLM:
     # Work
 
     @overload
-    def generate(self, prompts: str, params: SamplingParams | None = None) -> list[Result]: ...
+    def generate(
+        self, prompts: str, params: SamplingParams | None = None, *, cache: CacheConfig | None = None
+    ) -> list[Result]: ...
     @overload
     def generate(
         self,
         prompts: Sequence[int] | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache: CacheConfig | None = None,
     ) -> list[Result]: ...
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache: CacheConfig | None = None,
     ) -> list[Result]:
         """Complete raw prompts (text or token ids) in one continuous batch; results keep their order.
 
+        cache: which KV entries to keep, here and in the methods below; None: as the LLM was told.
         A request that cannot be served is a Result with finish_reason `error`; the others finish.
         """
         if not hasattr(prompts, "__iter__"):
             raise ConfigError(f"prompts must be text, token ids or a list of either, not {shown(prompts)}.")
         listed = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[arg-type]
-        return self._run_in_order([{"prompt": prompt} for prompt in listed], params)
+        return self._run_in_order([{"prompt": prompt, "cache": cache} for prompt in listed], params)
 
     @overload
     def chat(
-        self, messages: Sequence[Message], /, params: SamplingParams | None = None, **template_kwargs: Any
+        self,
+        messages: Sequence[Message],
+        /,
+        params: SamplingParams | None = None,
+        *,
+        cache: CacheConfig | None = None,
+        **template_kwargs: Any,
     ) -> Result: ...
     @overload
     def chat(
@@ -207,6 +227,8 @@ class LLM:
         messages: Sequence[Sequence[Message]],
         /,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache: CacheConfig | None = None,
         **template_kwargs: Any,
     ) -> list[Result]: ...
     def chat(
@@ -214,28 +236,39 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         /,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache: CacheConfig | None = None,
         **template_kwargs: Any,
     ) -> Result | list[Result]:
         """Answer a conversation, or several in one batch, through the model's chat template."""
         single = not messages or isinstance(messages[0], Mapping)
         listed = [messages] if single else messages
-        work = [{"messages": m, "template_kwargs": template_kwargs} for m in listed]
+        work = [{"messages": m, "template_kwargs": template_kwargs, "cache": cache} for m in listed]
         results = self._run_in_order(work, params)
         return results[0] if single else results
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Pieces:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache: CacheConfig | None = None
+    ) -> Pieces:
         """Complete one raw prompt piece by piece; closing the iterator aborts the request.
 
         While the prompt is computed, pieces with no text come between steps. The last piece has
         the Result. A request that cannot be served raises RequestError.
         """
-        return self.stream_ids(self.encode_prompt(prompt), params, continues=True)
+        return self.stream_ids(self.encode_prompt(prompt), params, continues=True, cache=cache)
 
     def stream_chat(
-        self, messages: Sequence[Message], /, params: SamplingParams | None = None, **template_kwargs: Any
+        self,
+        messages: Sequence[Message],
+        /,
+        params: SamplingParams | None = None,
+        *,
+        cache: CacheConfig | None = None,
+        **template_kwargs: Any,
     ) -> Pieces:
         """`stream` for a conversation, through the model's chat template."""
-        return self.stream_ids(self.encode_chat(messages, **template_kwargs), params)
+        job = Job(None, None, messages, params or SamplingParams(), template_kwargs, cache)
+        return self.stream_job(job)
 
     def run(
         self, jobs: Iterable[Job | None], on_progress: Callable[[int], None] | None = None
@@ -257,7 +290,7 @@ class LLM:
                     if job is None:
                         break
                     try:
-                        ids = self._submit(self.encode_job(job), job.params, None, job.messages is None)
+                        ids = self._submit(self._request(job))
                         open_jobs[ids[0]] = (job, ids)
                     except MinikvError as error:
                         yield job, Result("", (), "error", message=str(error))
@@ -274,9 +307,15 @@ class LLM:
             for _, ids in open_jobs.values():
                 self._drop(ids)
 
-    def chat_session(self, system: str | None = None, **template_kwargs: Any) -> ChatSession:
-        """A conversation that keeps its KV lanes between turns and computes only what is new."""
-        return ChatSession(self, system, template_kwargs)
+    def chat_session(
+        self, system: str | None = None, *, cache: CacheConfig | None = None, **template_kwargs: Any
+    ) -> ChatSession:
+        """A conversation that keeps its KV lanes between turns and computes only what is new.
+
+        cache: which KV entries it keeps; None: as the LLM was told. The system message's are pinned unless
+        the configuration pins others.
+        """
+        return ChatSession(self, system, template_kwargs, cache)
 
     def close(self) -> None:
         """Free weights and pool. Open streams end; further calls raise ConfigError."""
@@ -315,27 +354,24 @@ class LLM:
         lanes: Lanes | None = None,
         continues: bool = False,
         should_stop: Callable[[], bool] | None = None,
+        cache: CacheConfig | None = None,
+        content_end: int | None = None,
+        pinned: Ranges = (),
     ) -> Pieces:
         """`stream` over token ids, on a conversation's lanes if given.
 
         `continues`: the output goes on in the middle of the prompt's text, so that its first space
         counts; a reply is a text of its own. `should_stop` is asked before each step; when it says
-        so, the stream ends with a Result of finish reason `abort`.
+        so, the stream ends with a Result of finish reason `abort`. The rest is for `Engine.add`.
         """
         params = params or SamplingParams()
         if params.n > 1:
             raise ConfigError("A stream gives one completion; use generate or run for n > 1.")
-        return self._stream(token_ids, params, lanes, continues, should_stop)
+        request = _Request(token_ids, params, continues, lanes, cache, content_end, pinned)
+        return self._stream(request, should_stop)
 
-    def _stream(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        lanes: Lanes | None,
-        continues: bool,
-        should_stop: Callable[[], bool] | None,
-    ) -> Pieces:
-        ids = self._submit(token_ids, params, lanes, continues)
+    def _stream(self, request: _Request, should_stop: Callable[[], bool] | None) -> Pieces:
+        ids = self._submit(request)
         output = self._outputs[ids[0]]
         try:
             while True:
@@ -356,15 +392,26 @@ class LLM:
 
     def stream_job(self, job: Job, should_stop: Callable[[], bool] | None = None) -> Pieces:
         """`stream` or `stream_chat`, as the job asks; `should_stop` as in `stream_ids`."""
-        ids, continues = self.encode_job(job), job.messages is None
-        return self.stream_ids(ids, job.params, continues=continues, should_stop=should_stop)
+        if job.params.n > 1:
+            raise ConfigError("A stream gives one completion; use generate or run for n > 1.")
+        return self._stream(self._request(job), should_stop)
 
-    def _submit(
-        self, token_ids: Sequence[int], params: SamplingParams, lanes: Lanes | None, continues: bool
-    ) -> list[int]:
-        before = token_ids if continues else ()
+    def keeps_all(self, cache: CacheConfig | None) -> bool:
+        """Whether a cache configuration (None: the LLM's own) drops no entries."""
+        return (cache or self.engine.config.cache).policy == "full"
+
+    def _request(self, job: Job) -> _Request:
+        ids, end = self.encode_job(job), None
+        if job.messages is not None and not self.keeps_all(job.cache):
+            end = content_end(self.tokenizer, job.messages, ids, **job.template_kwargs)
+        return _Request(ids, job.params, job.messages is None, cache=job.cache, content_end=end)
+
+    def _submit(self, request: _Request) -> list[int]:
+        params, before = request.params, request.token_ids if request.continues else ()
         outputs = [OutputText(self.tokenizer, before, params, self.load_seconds) for _ in range(params.n)]
-        ids = self.engine.add(token_ids, params, lanes)
+        ids = self.engine.add(
+            request.token_ids, params, request.lanes, request.cache, request.content_end, request.pinned
+        )
         self._outputs.update(zip(ids, outputs, strict=True))
         return ids
 
@@ -421,22 +468,6 @@ class LLM:
         jobs = deque(Job(i, params=p, **w) for i, (p, w) in enumerate(zip(listed, work, strict=True)))
         results = {job.key: result for job, result in self.run(jobs)}
         return [results[i] for i in range(len(work))]
-
-
-def _kv_dtype(name: str, backend: AttentionBackend) -> torch.dtype:
-    if name == "auto":
-        return torch.float16 if backend.name == "cpu" else torch.float32
-    return getattr(torch, name)
-
-
-def _check_memory(model: OpenModel, needed: int) -> None:
-    """Refuse a model whose weights cannot fit, before the system has to kill something."""
-    free = available_bytes()
-    if needed > free:
-        raise ModelError(
-            f"{model.name} needs {format_size(needed)} for its weights, and {format_size(free)} are free; "
-            "use a smaller model or weights in fewer bits, or free some memory."
-        )
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+
+from minikv.cache.lanes import LaneStore
+from minikv.cache.pool import PagePool, page_bytes
 from minikv.config import EngineConfig, format_size
 from minikv.errors import ConfigError
+from minikv.models.config import ModelConfig
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -53,3 +58,28 @@ def pool_pages(
         least = format_size((num_lanes + 1) * page_bytes)
         raise ConfigError(f"{source} is too little for this model's KV cache, which needs at least {least}.")
     return pages
+
+
+def make_store(
+    config: EngineConfig,
+    model: ModelConfig,
+    max_context: int,
+    kv_dtype: torch.dtype,
+    page_size: int,
+    keys_transposed: bool,
+) -> LaneStore:
+    """A store for sequences of a model, over a pool of the size that `pool_pages` gives."""
+    num_lanes = model.num_layers * model.num_kv_heads
+    size = page_bytes(page_size, model.head_dim, kv_dtype)
+    num_pages = pool_pages(config, max_context, num_lanes, page_size, size)
+    pool = PagePool(num_pages, page_size, model.head_dim, kv_dtype, config.debug_checks, keys_transposed)
+    return LaneStore(pool, config.max_seqs, model.num_layers, model.num_kv_heads, max_context)
+
+
+def resolve_context(asked: int | None, model_limit: int) -> int:
+    """The context in tokens: the model's own unless less is asked for."""
+    if asked is None:
+        return model_limit
+    if asked > model_limit:
+        raise ConfigError(f"max_context {asked} is more than this model's context of {model_limit} tokens.")
+    return asked

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from minikv.config import CacheConfig
 from minikv.errors import ConfigError, shown
 from minikv.results import Result, StreamPiece
 from minikv.sampling import SamplingParams
 from minikv.scheduler.request import Lanes
+from minikv.text.spans import content_end, system_end
 
 if TYPE_CHECKING:
     from minikv.llm import LLM
@@ -29,8 +31,15 @@ class ChatSession:
     they are, so everything before the new turn is reused.
     """
 
-    def __init__(self, llm: LLM, system: str | None, template_kwargs: Mapping[str, Any]):
+    def __init__(
+        self,
+        llm: LLM,
+        system: str | None,
+        template_kwargs: Mapping[str, Any],
+        cache: CacheConfig | None = None,
+    ):
         self._llm = llm
+        self._cache = cache or llm.engine.config.cache
         self._template_kwargs = dict(template_kwargs)
         self._messages: list[dict[str, Any]] = []
         self._lanes = Lanes()
@@ -106,9 +115,14 @@ class ChatSession:
     # What it costs
 
     @property
+    def cache(self) -> CacheConfig:
+        """Which KV entries it keeps."""
+        return self._cache
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens whose keys and values the lanes hold between turns; 0 while a turn runs."""
-        return len(self._lanes.token_ids)
+        """Tokens that the lanes stand for between turns, whatever is kept of them; 0 while a turn runs."""
+        return 0 if self._lanes.seq is None else len(self._lanes.token_ids)
 
     @property
     def kv_bytes(self) -> int:
@@ -123,6 +137,16 @@ class ChatSession:
             return torch.zeros(store.lane_shape, dtype=torch.int32)
         return torch.from_numpy(store.lengths[self._lanes.seq].copy())
 
+    def kv_map(self) -> Tensor:
+        """Whether a lane holds an entry of a position: [layers, kv_heads, num_tokens] bool."""
+        store, seq = self._llm.engine.store, self._lanes.seq
+        held = torch.zeros(*store.lane_shape, self.num_tokens + 1, dtype=torch.bool)
+        if seq is not None:
+            # Places past a lane's end point behind the last token, which is cut off.
+            positions = store.positions(seq).long()
+            held.scatter_(2, positions.masked_fill(positions < 0, self.num_tokens), True)
+        return held[..., :-1]
+
     # Inside
 
     @property
@@ -135,17 +159,22 @@ class ChatSession:
         before = self._messages
         messages = self._unanswered() if question is None else [*before, question]
         ids, rendered = self._encode(messages)
-        self._pieces = pieces = self._llm.stream_ids(ids, params, self._lanes)
+        self._pieces = pieces = self._llm.stream_ids(
+            ids, params, self._lanes, cache=self._cache, **self._spans(messages, ids)
+        )
         self._messages = messages
         said: list[str] = []
         produced: list[int] = []
         answered = False
+        reason = None
         try:
             for piece in pieces:
                 said.append(piece.text)
                 produced += piece.token_ids
+                reason = piece.finish_reason
                 yield piece
-            answered = True
+            # A context that was full before the first word leaves the question unanswered.
+            answered = reason != "context" or bool(produced)
         except GeneratorExit:
             # Stopped by the reader: what was said stands, unless nothing was.
             answered = any(said)
@@ -183,6 +212,15 @@ class ChatSession:
         if self._ids and rendered.startswith(self._rendered):
             return self._ids + tokenizer.encode_rendered(rendered[len(self._rendered) :]), rendered
         return tokenizer.encode_rendered(rendered), rendered
+
+    def _spans(self, messages: list[dict[str, Any]], ids: list[int]) -> dict[str, Any]:
+        """Which tokens a policy learns from and which it must not touch."""
+        if self._llm.keeps_all(self._cache):
+            return {}
+        tokenizer, kwargs = self._llm.tokenizer, self._template_kwargs
+        spans: dict[str, Any] = {"content_end": content_end(tokenizer, messages, ids, **kwargs)}
+        system = 0 if self._cache.pinned else system_end(tokenizer, messages, ids, **kwargs)
+        return spans | ({"pinned": ((0, system),)} if system else {})
 
     def _forget(self) -> None:
         if not self._llm.is_closed:

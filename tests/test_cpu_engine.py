@@ -18,10 +18,8 @@ from minikv.kernels.cpu.library import LibraryMissing, load_library
 from minikv.kernels.torch_cpu import TorchBackend
 from minikv.models.decoder import Decoder
 from minikv.models.packed_decoder import PackedDecoder
-from minikv.sampling import Sampler, SamplingParams
-from minikv.scheduler.batching import build_batch
-from minikv.scheduler.request import Lanes, Request
-from minikv.scheduler.scheduler import Scheduled
+from minikv.scheduler.batching import Rows, batch_of
+from minikv.scheduler.request import Lanes
 
 try:
     load_library()
@@ -84,17 +82,12 @@ def logits_of(decoder, ids, chunk=512, dtype=torch.float32):
         -(-len(ids) // PAGE) * lanes, PAGE, config.head_dim, dtype, keys_transposed=backend.keys_transposed
     )
     store = LaneStore(pool, 1, config.num_layers, config.num_kv_heads, len(ids))
-    sampler = Sampler(SamplingParams(), (), config.vocab_size)
-    request = Request(0, ids, SamplingParams(), sampler, frozenset(), seq=store.open())
-    rows = []
-    while request.num_remaining:
-        count = min(chunk, request.num_remaining)
-        assert store.reserve(0, count)
-        batch = build_batch(store, [Scheduled(request, count)])
-        batch.logit_rows = torch.arange(count)
-        rows.append(decoder.forward(batch))
-        store.append(0, count)
-        request.num_computed += count
+    seq, rows = store.open(), []
+    for start in range(0, len(ids), chunk):
+        part = ids[start : start + chunk]
+        assert store.reserve(seq, len(part))
+        rows.append(decoder.forward(batch_of(store, [Rows(seq, part, start, len(ids), "all")])))
+        store.append(seq, len(part))
     return torch.cat(rows)
 
 
@@ -253,14 +246,9 @@ def test_captured_queries_are_the_rotated_ones_of_the_plain_decoder():
     ):
         pool = PagePool(NUM_LANES, PAGE, CONFIG.head_dim, dtype, keys_transposed=transposed)
         store = LaneStore(pool, 1, CONFIG.num_layers, CONFIG.num_kv_heads, PAGE)
-        params = SamplingParams()
-        ids = prompt(20, seed=4)
-        request = Request(
-            0, ids, params, Sampler(params, (), CONFIG.vocab_size), frozenset(), seq=store.open()
-        )
-        assert store.reserve(0, 20)
-        batch = build_batch(store, [Scheduled(request, 20)])
-        batch.capture_rows = rows
+        seq = store.open()
+        assert store.reserve(seq, 20)
+        batch = batch_of(store, [Rows(seq, prompt(20, seed=4), 0, capture=rows)])
         decoder.forward(batch)
         captured.append(batch.captured)
     assert captured[0].shape == (CONFIG.num_layers, 3, CONFIG.num_query_heads, CONFIG.head_dim)

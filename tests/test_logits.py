@@ -17,10 +17,7 @@ from minikv.models.decoder import Decoder
 from minikv.models.hf_config import normalise_config
 from minikv.models.safetensors_weights import SafetensorsWeights
 from minikv.models.weights import check_weights
-from minikv.sampling import Sampler, SamplingParams
-from minikv.scheduler.batching import build_batch
-from minikv.scheduler.request import Request
-from minikv.scheduler.scheduler import Scheduled
+from minikv.scheduler.batching import Rows, batch_of
 
 ROPES = {
     "default": None,
@@ -85,17 +82,12 @@ def our_logits(decoder: Decoder, ids: list[int], chunk: int = 512) -> torch.Tens
     num_pages = -(-len(ids) // 8) * config.num_layers * config.num_kv_heads
     pool = PagePool(num_pages, 8, config.head_dim, torch.float32)
     store = LaneStore(pool, 1, config.num_layers, config.num_kv_heads, len(ids))
-    params = SamplingParams()
-    request = Request(0, ids, params, Sampler(params, (), config.vocab_size), frozenset(), seq=store.open())
-    rows = []
-    while request.num_remaining:
-        count = min(chunk, request.num_remaining)
-        assert store.reserve(0, count)
-        batch = build_batch(store, [Scheduled(request, count)])
-        batch.logit_rows = torch.arange(count)
-        rows.append(decoder.forward(batch))
-        store.append(0, count)
-        request.num_computed += count
+    seq, rows = store.open(), []
+    for start in range(0, len(ids), chunk):
+        part = ids[start : start + chunk]
+        assert store.reserve(seq, len(part))
+        rows.append(decoder.forward(batch_of(store, [Rows(seq, part, start, len(ids), "all")])))
+        store.append(seq, len(part))
     return torch.cat(rows)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from minikv.cache.mapped import MappedZeros
 from minikv.errors import ConfigError
+
+RETURN_BYTES = 4 << 20
+"""Free pages in a row that are worth giving back to the system."""
 
 POSITION_BYTES = LOG_MASS_BYTES = SCALE_BYTES = 4
 
@@ -17,12 +19,6 @@ def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes one page costs: keys, values, their scales if int8, log masses and positions."""
     scales = 2 * SCALE_BYTES if dtype == torch.int8 else 0
     return page_size * (2 * head_dim * dtype.itemsize + scales + LOG_MASS_BYTES + POSITION_BYTES)
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take no memory until written: numpy maps them, torch.zeros would touch them all."""
-    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 class PagePool:
@@ -36,7 +32,8 @@ class PagePool:
 
     Page 0 is never handed out and stays zero: tables point to it where they hold nothing, so a
     padded gather reads finite numbers. The tensors are as large as the ceiling from the start,
-    but the system backs a page with memory only when it is first written.
+    but the system backs a page with memory only when it is first written, and gets the memory of long
+    runs of freed pages back.
     """
 
     def __init__(
@@ -50,23 +47,24 @@ class PagePool:
     ):
         entries = (num_pages + 1, page_size)
         key_page = (head_dim, page_size) if keys_transposed else (page_size, head_dim)
-        self.key_scales: Tensor | None = None
-        self.value_scales: Tensor | None = None
+        scaled = dtype == torch.int8
         try:
-            self.keys = _lazy_zeros((num_pages + 1, *key_page), dtype)
-            self.values = _lazy_zeros((*entries, head_dim), dtype)
-            if dtype == torch.int8:
-                self.key_scales = _lazy_zeros(entries, torch.float32)
-                self.value_scales = _lazy_zeros(entries, torch.float32)
-            self.log_mass = _lazy_zeros(entries, torch.float32)
-            self.positions = _lazy_zeros(entries, torch.int32)
+            keys = MappedZeros((num_pages + 1, *key_page), dtype)
+            values = MappedZeros((*entries, head_dim), dtype)
+            scales = [MappedZeros(entries, torch.float32) for _ in range(2 * scaled)]
+            masses, positions = MappedZeros(entries, torch.float32), MappedZeros(entries, torch.int32)
             self._free = np.ones(num_pages + 1, dtype=bool)
             self._used_before = np.zeros(num_pages + 1, dtype=bool)
-        except (MemoryError, ValueError, OverflowError) as error:
+        except (MemoryError, OSError, ValueError, OverflowError) as error:
             total = num_pages * page_bytes(page_size, head_dim, dtype)
             raise ConfigError(
                 f"The KV pool of {total:,} bytes could not be allocated; ask for less with kv_hot."
             ) from error
+        self._mapped = [keys, values, *scales, masses, positions]
+        self.keys, self.values = keys.tensor, values.tensor
+        self.key_scales = scales[0].tensor if scaled else None
+        self.value_scales = scales[1].tensor if scaled else None
+        self.log_mass, self.positions = masses.tensor, positions.tensor
         self.num_pages = num_pages
         self.page_size = page_size
         self.head_dim = head_dim
@@ -76,6 +74,7 @@ class PagePool:
         self._free[0] = False
         self.num_free = num_pages
         self._lowest = 1
+        self._freed_bytes = 0
 
     @property
     def page_bytes(self) -> int:
@@ -109,21 +108,31 @@ class PagePool:
         assert not self._free[ids].any() and (ids > 0).all(), "a page was freed twice"
         self._free[ids] = True
         self.num_free += len(ids)
-        if len(ids):
-            self._lowest = min(self._lowest, int(ids.min()))
+        if not len(ids):
+            return
+        self._lowest = min(self._lowest, int(ids.min()))
         if self.poison:
             self._fill(ids, float("nan"))
+        self._freed_bytes += len(ids) * self.page_bytes
+        if self._freed_bytes >= RETURN_BYTES:
+            self._return_memory()
+
+    def _return_memory(self) -> None:
+        """Give the memory of long runs of free pages back to the system."""
+        self._freed_bytes = 0
+        least = -(-RETURN_BYTES // self.page_bytes)
+        edges = np.flatnonzero(np.diff(self._free & self._used_before, prepend=False, append=False))
+        for start, stop in edges.reshape(-1, 2).tolist():
+            if stop - start < least:
+                continue
+            zeros = [mapped.discard(start, stop) for mapped in self._mapped]
+            self._used_before[max(first for first, _ in zeros) : min(last for _, last in zeros)] = False
 
     def _fill(self, ids: np.ndarray, number: float) -> None:
         index = torch.from_numpy(ids)
-        for tensor in self._tensors:
+        for tensor in (mapped.tensor for mapped in self._mapped):
             # Whole numbers cannot be poisoned with a NaN; their scales are.
             tensor[index] = number if tensor.is_floating_point() or number == 0 else -1
-
-    @property
-    def _tensors(self) -> list[Tensor]:
-        scales = [t for t in (self.key_scales, self.value_scales) if t is not None]
-        return [self.keys, self.values, *scales, self.log_mass, self.positions]
 
     def write_rows(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Scatter rows [..., head_dim], rounded to the KV dtype, to slots [...] (page id * page_size +
@@ -200,12 +209,12 @@ class PagePool:
     def read_pages(self, ids: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Gather whole pages: keys and values [len(ids) * page_size, head_dim], as `read_rows`.
 
-        Float pages are gathered into `out` [2, len(ids) * page_size * head_dim] of their dtype, if given.
+        Float pages are gathered into `out` [2, len(ids) * page_size * head_dim] of their dtype, if given
+        and if their layout is the rows' own.
         """
         if self.keys_transposed or self.dtype == torch.int8:
-            return self.read_rows(
-                (ids.unsqueeze(-1) * self.page_size + torch.arange(self.page_size)).view(-1)
-            )
+            keys = self._rows_of(self.keys, ids, self.key_scales, self.keys_transposed)
+            return keys, self._rows_of(self.values, ids, self.value_scales)
         width = self.page_size * self.head_dim
         if out is None:
             out = self.keys.new_empty(2, len(ids) * width)
@@ -213,10 +222,17 @@ class PagePool:
         torch.index_select(self.values.view(-1, width), 0, ids, out=out[1].view(-1, width))
         return out[0].view(-1, self.head_dim), out[1].view(-1, self.head_dim)
 
+    def _rows_of(self, pages: Tensor, ids: Tensor, scales: Tensor | None, transposed: bool = False) -> Tensor:
+        taken = pages.view(len(pages), -1).index_select(0, ids)
+        if transposed:
+            taken = taken.view(-1, self.head_dim, self.page_size).transpose(1, 2)
+        rows = taken.reshape(-1, self.head_dim)
+        return rows if scales is None else rows * scales.index_select(0, ids).view(-1, 1)
+
     def copy_pages(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy whole pages with everything in them."""
         src, dst = torch.from_numpy(source), torch.from_numpy(target)
-        for tensor in self._tensors:
+        for tensor in (mapped.tensor for mapped in self._mapped):
             tensor[dst] = tensor[src]
 
     def check(self, owned: np.ndarray) -> None:

@@ -76,10 +76,21 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Logits [len(batch.logit_rows), vocab] float32; keys and values of all rows are written."""
-        hidden = self.hidden_states(batch)
-        if not len(batch.logit_rows):
+        return self.logits(self.hidden_states(batch), batch.logit_rows)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Logits [n, vocab] float32 of the rows [n] int64 of what `hidden_states` gave."""
+        if not len(rows):
             return hidden.new_empty(0, self.config.vocab_size)
-        return self.head(hidden.index_select(0, batch.logit_rows))
+        return self.head(hidden.index_select(0, rows))
+
+    @torch.inference_mode()
+    def output_weight(self, layer: int) -> Tensor:
+        """The output projection of a layer's attention: [hidden, query_heads * head_dim] float32."""
+        output = self.layers[layer].output
+        columns = output(torch.eye(self.config.num_query_heads * self.config.head_dim))
+        return (columns if output.bias is None else columns - output.bias).t()
 
     @torch.inference_mode()
     def hidden_states(self, batch: Batch) -> Tensor:

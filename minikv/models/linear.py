@@ -17,6 +17,7 @@ class Linear(Protocol):
     """y = x W^T + b for x [rows, in_features], W [out_features, in_features]."""
 
     nbytes: int  # of weight and bias
+    bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor: ...
 

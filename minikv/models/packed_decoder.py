@@ -74,6 +74,14 @@ class PackedDecoder:
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits [len(batch.logit_rows), vocab] float32; keys and values of all rows are written."""
+        hidden = self.hidden_states(batch)
+        if not batch.logit_rows.shape[0]:
+            return hidden.new_empty(0, self.config.vocab_size)
+        logits, batch.likeliest = self._head(hidden, batch.logit_rows)
+        return logits
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """Last hidden states [T, hidden] float32 of every row, before the last norm."""
         hidden = self.embedding.lookup(batch.token_ids)
         table = self.rope.table(int(batch.positions.numpy().max()))
         batch.angles_by_position = table is not None
@@ -83,11 +91,22 @@ class PackedDecoder:
             batch.captured = torch.empty(self.config.num_layers, len(batch.capture_rows), heads, width)
         self.backend.plan(batch)
         self.backend.layers(self._model, batch, hidden, 0, self.config.num_layers)
-        if not batch.logit_rows.shape[0]:
+        return hidden
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Logits [n, vocab] float32 of the rows [n] int64 of what `hidden_states` gave."""
+        if not rows.shape[0]:
             return hidden.new_empty(0, self.config.vocab_size)
-        eps = self.config.rms_norm_eps
-        logits, batch.likeliest = self.backend.logits(self.head, hidden, batch.logit_rows, self.norm, eps)
-        return logits
+        return self._head(hidden, rows)[0]
+
+    def _head(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self.backend.logits(self.head, hidden, rows, self.norm, self.config.rms_norm_eps)
+
+    def output_weight(self, layer: int) -> Tensor:
+        """The output projection of a layer's attention: [hidden, query_heads * head_dim] float32."""
+        output = self._layers[layer].matrices[1]
+        columns = self.backend.linear(output, torch.eye(output.inputs))
+        return (columns if output.bias is None else columns - output.bias[: output.outputs]).t()
 
 
 class _Loader:

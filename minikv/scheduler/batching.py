@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,39 +16,88 @@ from minikv.kernels.batch import Batch
 from minikv.scheduler.scheduler import Scheduled
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one sequence in a batch; their places in its lanes are reserved.
+
+    first: logical position of the first of `ids`.
+    rope_length: least sequence length that dynamic RoPE takes for them. It scales with the length that
+        a token was first computed for; recomputing after a preemption must give the same rotation.
+    logits: rows whose logits are wanted. capture: those whose queries are, [R] int64 among these rows.
+    """
+
+    seq: int
+    ids: Sequence[int]
+    first: int
+    rope_length: int = 0
+    logits: Literal["none", "last", "all"] = "last"
+    capture: Tensor | None = None
+
+
 def build_batch(store: LaneStore, plan: list[Scheduled]) -> Batch:
+    """The batch of a step. Logits are wanted of rows that are the last of their tokens."""
+    parts = []
+    for item in plan:
+        request, start = item.request, item.request.num_computed
+        assert request.seq is not None
+        parts.append(
+            Rows(
+                request.seq,
+                request.tokens[start : start + item.count],
+                start,
+                request.num_prompt,
+                "last" if item.count == request.num_remaining else "none",
+                item.capture,
+            )
+        )
+    return batch_of(store, parts)
+
+
+def batch_of(store: LaneStore, parts: Sequence[Rows]) -> Batch:
     """Flat ids and positions, row ranges, and the tables of all lanes at once."""
-    requests = [item.request for item in plan]
-    counts = [item.count for item in plan]
-    seqs = np.array([request.seq for request in requests])
-    row_starts = [0, *accumulate(counts)]
+    seqs = np.array([part.seq for part in parts])
+    row_starts = [0, *accumulate(len(part.ids) for part in parts)]
     lengths = store.lengths[seqs]
-    positions: list[int] = []
-    # Dynamic RoPE scales with the length a token was first computed for; recomputing after a
-    # preemption must give the same rotation.
-    rope_lengths: list[int] = []
     ids: list[int] = []
-    finished: list[int] = []
+    positions: list[int] = []
+    rope_lengths: list[int] = []
     longest = 0
-    for index, (request, count) in enumerate(zip(requests, counts, strict=True)):
-        first = request.num_computed
-        ids += request.tokens[first : first + count]
-        positions += range(first, first + count)
-        rope_lengths += [max(p + 1, request.num_prompt) for p in range(first, first + count)]
+    for index, part in enumerate(parts):
+        count = len(part.ids)
+        ids += part.ids
+        positions += range(part.first, part.first + count)
+        rope_lengths += [max(p + 1, part.rope_length) for p in range(part.first, part.first + count)]
         longest = max(longest, int(lengths[index].max()) + count)
-        if count == request.num_remaining:
-            finished.append(row_starts[index + 1] - 1)
     return Batch(
         pool=store.pool,
         token_ids=_tensor(ids),
         positions=_tensor(positions),
         rope_lengths=_tensor(rope_lengths),
         row_starts=row_starts,
-        logit_rows=_tensor(finished),
+        logit_rows=_logit_rows(parts, row_starts),
         lane_pages=torch.from_numpy(store.pages[seqs, :, :, : -(-longest // store.pool.page_size)]),
         past_lengths=_tensor(lengths),
         has_mass=store.has_mass[seqs].tolist(),
+        capture_rows=_capture_rows(parts, row_starts),
     )
+
+
+def _logit_rows(parts: Sequence[Rows], row_starts: list[int]) -> Tensor:
+    rows: list[int] = []
+    for part, start, end in zip(parts, row_starts, row_starts[1:], strict=False):
+        if part.logits != "none":
+            rows += range(start if part.logits == "all" else end - 1, end)
+    return _tensor(rows)
+
+
+def _capture_rows(parts: Sequence[Rows], row_starts: list[int]) -> Tensor | None:
+    """Rows to capture, those of one sequence together, in the order of the sequences."""
+    rows = [
+        part.capture + start
+        for part, start in zip(parts, row_starts, strict=False)
+        if part.capture is not None
+    ]
+    return torch.cat(rows) if rows else None
 
 
 def _tensor(values: list[int] | np.ndarray) -> Tensor:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from minikv.cache.compress import Ranges
 from minikv.results import FinishReason, TokenLogprob
 from minikv.sampling import Sampler, SamplingParams
+from minikv.scheduler.course import Course, Turn
+from minikv.scheduler.retention import Retention
 
 
 class State(Enum):
@@ -22,12 +25,15 @@ class Lanes:
     """Lanes that outlive a request, so that the next turn of a conversation can go on from them.
 
     `seq` is the open sequence, or None when it was never filled or has been reclaimed for others:
-    the tokens are then computed again. `token_ids` are those whose keys and values it holds; both
-    are empty while a request uses the lanes (`busy`). Abandoned lanes are freed by the next step.
+    the tokens are then computed again, along the same `course`. `token_ids` are the tokens whose keys
+    and values were kept, `pages` how many pages they took; all are empty while a request uses the lanes
+    (`busy`). Abandoned lanes are freed by the next step.
     """
 
     seq: int | None = None
     token_ids: list[int] = field(default_factory=list)
+    course: Course = field(default_factory=Course)
+    pages: int = 0
     busy: bool = False
     abandoned: bool = False
 
@@ -37,7 +43,9 @@ class Request:
     """One sequence to generate.
 
     Two counters say everything: `tokens` (prompt and output) and `num_computed`, how many of them
-    have keys and values in the lanes. The last sampled token has none until the next step.
+    have keys and values in the lanes, or had before compression. The last sampled token has none
+    until the next step. `course` is empty until the request is first admitted; `past_pages` were held by
+    the lanes that it went on from.
     """
 
     id: int
@@ -45,11 +53,16 @@ class Request:
     params: SamplingParams
     sampler: Sampler
     stop_ids: frozenset[int]
+    retention: Retention = field(default_factory=Retention)
+    content_end: int | None = None
+    pinned: Ranges = ()
+    course: Course = field(default_factory=Course)
     lanes: Lanes | None = None
     leader: Request | None = None
     num_prompt: int = 0
     num_computed: int = 0
     num_reused: int = 0
+    past_pages: int = 0
     seq: int | None = None
     state: State = State.WAITING
     started: float | None = None
@@ -73,6 +86,12 @@ class Request:
     @property
     def output_ids(self) -> list[int]:
         return self.tokens[self.num_prompt :]
+
+    def begin(self, start: int) -> None:
+        """Begin the turn whose first row is at `start`, as a further one of `course`."""
+        end = self.num_prompt if self.content_end is None else min(self.content_end, self.num_prompt)
+        content = range(start, end if end > start else self.num_prompt)
+        self.course.turns.append(Turn(self.retention, start, self.num_prompt, content, self.pinned))
 
     @property
     def waits_for_leader(self) -> bool:

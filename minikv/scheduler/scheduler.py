@@ -10,17 +10,24 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from minikv.cache.evidence import Recorder
 from minikv.cache.lanes import LaneStore
 from minikv.config import format_size
+from minikv.scheduler.course import Course
 from minikv.scheduler.request import Lanes, Request, State
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """`count` rows of a request in this step, reserved in its lanes."""
+    """`count` rows of a request in this step, reserved in its lanes; `capture` [R] int64 are those of
+    them whose queries the recorder wants."""
 
     request: Request
     count: int
+    capture: Tensor | None = None
+    recorder: Recorder | None = None
 
 
 class Scheduler:
@@ -37,6 +44,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.idle: list[Lanes] = []  # least recently used first
         self.exhausted: list[tuple[Request, str]] = []
+        self.overfull: list[Request] = []
         self.num_preemptions = 0
         self.num_reclaimed = 0
 
@@ -51,7 +59,8 @@ class Scheduler:
     def plan(self) -> list[Scheduled]:
         """Choose the rows of the next step and reserve their pages.
 
-        Requests that can never get the pages they need are left in `exhausted`, with the reason.
+        Requests that can never get the pages they need are left in `exhausted`, with the reason; those
+        that have to be compressed before they may go on, in `overfull`.
         """
         self._admit()
         budget = self.max_batch_tokens
@@ -61,11 +70,21 @@ class Scheduler:
             for request in list(self.running):
                 if request.state is not State.RUNNING or (request.num_remaining == 1) is not decoding:
                     continue
-                count = min(request.num_remaining, self.prefill_chunk, budget)
+                count = self._rows_for(request, budget)
                 if count and self._reserve(request, count, planned):
                     planned[request.id] = Scheduled(request, count)
                     budget -= count
         return list(planned.values())
+
+    def _rows_for(self, request: Request, budget: int) -> int:
+        wanted = min(request.num_remaining, self.prefill_chunk, budget)
+        if not wanted:
+            return 0
+        assert request.seq is not None
+        allowed = request.course.rows_allowed(wanted, request.num_computed, self.store.lengths[request.seq])
+        if not allowed:
+            self.overfull.append(request)
+        return allowed
 
     def finish(self, request: Request, keep_lanes: bool) -> None:
         """Take a request out of every queue. Its lanes go idle if a conversation holds them and
@@ -81,18 +100,17 @@ class Scheduler:
             lanes.busy = False
             if seq is not None and keep_lanes:
                 lanes.seq, lanes.token_ids = seq, request.tokens[: request.num_computed]
+                lanes.course, lanes.pages = request.course, self.store.pages_of(seq)
+                lanes.course.stop(request.num_computed)
                 self.idle.append(lanes)
                 return
         if seq is not None:
             self.store.close(seq)
 
     def release(self, lanes: Lanes) -> None:
-        """Free idle lanes; the conversation computes its tokens again if it goes on."""
-        lanes.token_ids = []
-        if lanes.seq is not None:
-            self.idle.remove(lanes)
-            self.store.close(lanes.seq)
-            lanes.seq = None
+        """Free idle lanes and forget how they came to be."""
+        self._give_up(lanes)
+        lanes.token_ids, lanes.course, lanes.pages = [], Course(), 0
 
     def fork_siblings(self, leader: Request) -> list[Request]:
         """Start the waiting siblings (n > 1) of a request whose prompt is computed on copies of its
@@ -117,6 +135,7 @@ class Scheduler:
         sibling.seq, sibling.num_computed = seq, leader.num_computed
         sibling.num_reused = sibling.num_prompt
         sibling.started = leader.started
+        sibling.course = leader.course.fork()
         self._run(sibling)
         return True
 
@@ -135,19 +154,27 @@ class Scheduler:
                 # In order of arrival: a short request must not starve a long one.
                 break
             else:
-                count = len(request.tokens)
-                needed = self.store.pages_for(count) * self.store.pool.page_bytes
-                self.exhausted.append((request, self._shortage(count, needed)))
+                message = self.shortage(request, len(request.tokens), self.most_pages(request))
+                self.exhausted.append((request, message))
 
     def _start(self, request: Request) -> None:
         lanes = request.lanes
-        if lanes is not None and lanes.seq is not None:
-            self.idle.remove(lanes)
-            request.seq, lanes.seq = lanes.seq, None
-            request.num_computed = request.num_reused = len(lanes.token_ids)
-            lanes.token_ids = []
+        if request.course.turns:  # preempted before: begins again with its own course
+            request.seq = self.store.open()
+        elif lanes is not None:
+            past = len(lanes.token_ids)
+            if lanes.seq is not None:
+                self.idle.remove(lanes)
+                request.seq, lanes.seq = lanes.seq, None
+                request.num_computed = request.num_reused = past
+            else:
+                request.seq = self.store.open()
+            request.course, request.past_pages = lanes.course, lanes.pages
+            lanes.token_ids, lanes.course, lanes.pages = [], Course(), 0
+            request.begin(past)
         else:
             request.seq = self.store.open()
+            request.begin(0)
         self._run(request)
 
     def _run(self, request: Request) -> None:
@@ -160,11 +187,7 @@ class Scheduler:
         only if that is enough."""
         self._cut_to_common_prefix(request)
         needed = self._pages_to_start(request) + self.store.num_lanes * len(self.running)
-        needed += sum(
-            self.store.pages_missing(r.seq, r.num_remaining)
-            for r in self.running
-            if r.seq is not None and r.num_remaining > 1
-        )
+        needed += sum(self._pages_ahead(r) for r in self.running if r.num_remaining > 1)
         own = request.lanes is not None and request.lanes.seq is not None
         others = [lanes for lanes in self.idle if lanes is not request.lanes]
         reclaimable = sum(self.store.pages_of(lanes.seq) for lanes in others if lanes.seq is not None)
@@ -181,27 +204,58 @@ class Scheduler:
     def _pages_to_start(self, request: Request) -> int:
         lanes = request.lanes
         if lanes is None or lanes.seq is None:
-            return self.store.pages_for(len(request.tokens))
-        return self.store.pages_missing(lanes.seq, len(request.tokens) - len(lanes.token_ids))
+            return self.most_pages(request)
+        missing = self.store.pages_missing(lanes.seq, len(request.tokens) - len(lanes.token_ids))
+        bound = request.retention.most_pages(request.num_prompt)
+        return missing if bound is None else min(missing, max(0, bound - self.store.pages_of(lanes.seq)))
+
+    def _pages_ahead(self, request: Request) -> int:
+        """Pages that a running request will still take for the tokens it has."""
+        assert request.seq is not None
+        missing = self.store.pages_missing(request.seq, request.num_remaining)
+        return min(missing, max(0, self.most_pages(request) - self.store.pages_of(request.seq)))
+
+    def most_pages(self, request: Request) -> int:
+        """Pages that a request will hold at most while its lanes are computed from the start, for the
+        tokens that it has."""
+        everything = self.store.pages_for(len(request.tokens))
+        lanes, course = request.lanes, request.course
+        past, start = request.past_pages, course.turns[-1].start if course.turns else 0
+        if not course.turns and lanes is not None:
+            past, start, course = lanes.pages, len(lanes.token_ids), lanes.course
+        keeps_all = request.retention.keeps_all
+        if keeps_all and not course.compressions:
+            return everything
+        bound = self.store.pages_for((len(request.tokens) if keeps_all else request.num_prompt) - start)
+        if past:
+            bound += past + self.store.num_lanes
+        streaming = request.retention.most_pages(request.num_prompt)
+        if streaming is not None:
+            bound = min(bound, streaming)
+        return max(course.peak, min(bound, everything))
 
     def _cut_to_common_prefix(self, request: Request) -> None:
         """Cut a conversation's idle lanes back to the tokens that they share with the request."""
         lanes = request.lanes
-        if lanes is None or lanes.seq is None:
+        if lanes is None or not lanes.token_ids:
             return
         # The last token is always computed: its logits are wanted.
         common = _common_prefix(lanes.token_ids, request.tokens[:-1])
         if self.reuse_limit is not None and request.num_prompt > self.reuse_limit:
             common = 0
-        if common < len(lanes.token_ids):
+        if common == len(lanes.token_ids):
+            return
+        if lanes.seq is not None:
             self.store.truncate(lanes.seq, common)
-            del lanes.token_ids[common:]
+        del lanes.token_ids[common:]
+        lanes.course.cut(common)
 
     # Running short
 
     def _reserve(self, request: Request, count: int, planned: dict[int, Scheduled]) -> bool:
         """Reserve pages for a request, taking them from idle lanes and later arrivals."""
         assert request.seq is not None
+        course = request.course
         while not self.store.reserve(request.seq, count):
             if self.idle:
                 self._reclaim(self.idle[0])
@@ -209,19 +263,32 @@ class Scheduler:
             victim = self.running[-1]
             if victim is request:
                 if len(self.running) == 1:
-                    held = self.store.bytes_of(request.seq)
-                    missing = self.store.pages_missing(request.seq, count) * self.store.pool.page_bytes
-                    message = self._shortage(request.num_computed + count, held + missing)
+                    needed = self.store.pages_of(request.seq) + self.store.pages_missing(request.seq, count)
+                    message = self.shortage(request, request.num_computed + count, needed)
                     self.exhausted.append((request, message))
                 else:
                     self._preempt(request, planned)
                 return False
             self._preempt(victim, planned)
+        if not request.retention.keeps_all:
+            course.peak = max(course.peak, self.store.pages_of(request.seq))
         return True
 
     def _reclaim(self, lanes: Lanes) -> None:
-        self.release(lanes)
+        """Take the pages of idle lanes. Compressed ones remember their course: a conversation may be
+        longer than what the pool could hold of it at once."""
+        self._give_up(lanes)
+        if lanes.course.compressions:
+            lanes.course.restart()
+        else:
+            lanes.token_ids, lanes.course, lanes.pages = [], Course(), 0
         self.num_reclaimed += 1
+
+    def _give_up(self, lanes: Lanes) -> None:
+        if lanes.seq is not None:
+            self.idle.remove(lanes)
+            self.store.close(lanes.seq)
+            lanes.seq = None
 
     def _preempt(self, request: Request, planned: dict[int, Scheduled]) -> None:
         assert request.seq is not None
@@ -229,15 +296,24 @@ class Scheduler:
         self.running.remove(request)
         self.store.close(request.seq)
         request.seq, request.num_computed, request.num_reused = None, 0, 0
+        request.course.restart()
         request.state = State.WAITING
         self.add(request)
         self.num_preemptions += 1
 
-    def _shortage(self, num_tokens: int, needed: int) -> str:
+    def shortage(self, request: Request, num_tokens: int, num_pages: int) -> str:
+        """That the pool cannot hold the pages which tokens of a request need, and what would help."""
         pool = self.store.pool
+        fixes = ["raise --kv-hot"]
+        if request.retention.keeps_all:
+            fixes.append("keep less of it with --kv-policy and --kv-budget")
+        elif not request.retention.streaming:
+            fixes.append("compress the prompt as it goes with --prefill streaming")
+        fixes.append("shorten the text")
         return (
-            f"The KV pool is full: {num_tokens} tokens need {format_size(needed)} and the pool has "
-            f"{format_size(pool.num_pages * pool.page_bytes)}; raise --kv-hot or shorten the text."
+            f"The KV pool is full: {num_tokens} tokens need {format_size(num_pages * pool.page_bytes)} and "
+            f"the pool has {format_size(pool.num_pages * pool.page_bytes)}; "
+            f"{', '.join(fixes[:-1])} or {fixes[-1]}."
         )
 
 

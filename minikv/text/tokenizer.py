@@ -73,6 +73,11 @@ class Tokenizer:
         """Whether `render_chat` can be used."""
         return bool(self._templates)
 
+    @property
+    def chat_template_sources(self) -> dict[str, str]:
+        """The Jinja source of every chat template by name."""
+        return {name: template.source for name, template in self._templates.items()}
+
     def encode(self, text: str) -> list[int]:
         """Ids of a raw prompt. BOS comes first if the model wants one, and never twice."""
         ids = self.encode_rendered(text)

@@ -1,0 +1,262 @@
+"""What is recorded of a prompt while it is computed, chunk by chunk, for policies to judge by.
+
+The result does not depend on where chunks begin and end: the window is the last rows of a known range,
+sums are taken over blocks of a fixed number of rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minikv.cache.policies.base import Evidence, QueryStatistics
+
+if TYPE_CHECKING:
+    from minikv.models.config import ModelConfig
+    from minikv.models.rope import Rope
+
+# The first tokens draw attention whatever they are, and their queries are like no others.
+_UNLIKE_OTHERS = 4
+# Rows that statistics are taken from, evenly spaced over a longer content: more cost time and tell little.
+_SAMPLES = 768
+_BLOCK_ROWS = 256
+_HEAD_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What was recorded; None for what was not asked for or did not occur.
+
+    queries: [layers, k, W, head_dim] float32, rotated, of the query heads query_heads [layers, k] int64
+    (ascending) at query_positions [W] int64 (ascending).
+    mean [layers, query_heads, head_dim], covariance [layers, query_heads, head_dim, head_dim] float32: of
+    the unrotated queries.
+    surprisal: [n] float32 by position, NaN where not known.
+    """
+
+    queries: Tensor | None = None
+    query_heads: Tensor | None = None
+    query_positions: Tensor | None = None
+    mean: Tensor | None = None
+    covariance: Tensor | None = None
+    surprisal: Tensor | None = None
+
+    def statistics(self, layer: int) -> QueryStatistics | None:
+        """Mean and covariance of one layer."""
+        if self.mean is None or self.covariance is None:
+            return None
+        return QueryStatistics(self.mean[layer], self.covariance[layer])
+
+    def serves(self, evidence: Evidence) -> bool:
+        """Whether all that a policy asks for is there."""
+        return not (
+            (evidence.window and self.queries is None)
+            or (evidence.query_statistics and self.mean is None)
+            or (evidence.surprisal and self.surprisal is None)
+        )
+
+
+class Recorder:
+    """Collects one sequence's evidence while its rows are computed.
+
+    content: positions whose queries count; a chat template's tokens after the user's text do not.
+    resumes: with a position, all from there on count as well: tokens the model itself produced.
+    rolling: the window may be wanted before the content's end, after any chunk.
+    """
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        config: ModelConfig,
+        rope: Rope,
+        content: range,
+        *,
+        resumes: int | None = None,
+        rolling: bool = False,
+    ):
+        self.evidence = evidence
+        self.content = content
+        self.resumes = resumes
+        self._rolling = rolling
+        self._rope = rope
+        self._stride = max(1, -(-len(content) // _SAMPLES))
+        layers, heads = config.num_layers, config.num_query_heads
+        chosen = torch.arange(heads).expand(layers, heads) if evidence.heads is None else evidence.heads
+        self._heads = chosen.sort(dim=1).values
+        self._all_heads = evidence.heads is None
+        self._queries = torch.empty(layers, self._heads.shape[1], 0, config.head_dim)
+        self._positions = torch.empty(0, dtype=torch.int64)
+        self._moments = _Moments(layers, heads, config.head_dim) if evidence.query_statistics else None
+        self._surprisal = torch.empty(0)
+
+    @property
+    def wants_surprisal(self) -> bool:
+        """Whether `add_surprisal` is waited for."""
+        return self.evidence.surprisal
+
+    def wanted_rows(self, first_position: int, count: int) -> Tensor | None:
+        """Rows [R] int64, ascending, of a chunk of `count` tokens whose queries are to be captured."""
+        positions = torch.arange(first_position, first_position + count)
+        counted = self._counted(positions)
+        wanted = torch.zeros(count, dtype=torch.bool)
+        if self.evidence.window:
+            recent = counted.nonzero().squeeze(1)[-self.evidence.window :]
+            wanted[recent] = True
+            if not self._rolling:
+                wanted[positions < self.content.stop - self.evidence.window] = False
+        if self._moments is not None:
+            wanted |= counted & self._sampled(positions)
+        rows = wanted.nonzero().squeeze(1)
+        return rows if len(rows) else None
+
+    def add(self, positions: Tensor, captured: Tensor, lengths: Tensor | None = None) -> None:
+        """Take rotated queries captured [layers, R, query_heads, head_dim] at positions [R] (ascending,
+        after those of earlier calls). `lengths` [R] as the rows were rotated with, see `Rope.cos_sin`."""
+        counted = self._counted(positions)
+        window = self.evidence.window
+        rows = counted.nonzero().squeeze(1)
+        if window and len(rows):
+            recent = rows[-window:]
+            queries = self._of_wanted_heads(captured.index_select(1, recent))
+            self._queries = torch.cat((self._queries, queries), dim=2)[:, :, -window:]
+            self._positions = torch.cat((self._positions, positions[recent]))[-window:]
+        if self._moments is not None:
+            rows = rows[self._sampled(positions[rows])]
+            lengths = None if lengths is None else lengths[rows]
+            cos, sin = self._rope.cos_sin(positions[rows], lengths)
+            # cos and sin carry yarn's factor, once in the rotation and once in its inverse.
+            square = self._rope.attention_factor**2
+            self._moments.add(captured, rows, cos / square, sin / square)
+
+    def add_surprisal(self, first_position: int, values: Tensor) -> None:
+        """Take -log p [n] of the tokens at first_position and after."""
+        missing = first_position + len(values) - len(self._surprisal)
+        if missing > 0:
+            self._surprisal = torch.cat((self._surprisal, torch.full((missing,), torch.nan)))
+        self._surprisal[first_position : first_position + len(values)] = values
+
+    def extended(self, content: range) -> Recorder:
+        """An independent copy that goes on with a longer content range."""
+        assert content.start == self.content.start and content.stop >= self.content.stop
+        other = self.copy()
+        other.content = content
+        return other
+
+    def continued(self, content: range, resumes: int | None, rolling: bool) -> Recorder:
+        """An independent copy that goes on with the next turn; where its content is shorter than the
+        window, rows recorded before fill it."""
+        other = self.copy()
+        other.content, other.resumes, other._rolling = content, resumes, rolling
+        return other
+
+    def copy(self) -> Recorder:
+        """An independent copy."""
+        other = copy.copy(self)
+        other._surprisal = self._surprisal.clone()
+        other._moments = None if self._moments is None else self._moments.copy()
+        return other
+
+    def result(self) -> Recorded:
+        """What has been recorded so far."""
+        has_window = len(self._positions) > 0
+        mean, covariance = (None, None) if self._moments is None else self._moments.result()
+        return Recorded(
+            queries=self._queries if has_window else None,
+            query_heads=self._heads if has_window else None,
+            query_positions=self._positions if has_window else None,
+            mean=mean,
+            covariance=covariance,
+            surprisal=self._surprisal if self.evidence.surprisal else None,
+        )
+
+    def _counted(self, positions: Tensor) -> Tensor:
+        counted = (positions >= self.content.start) & (positions < self.content.stop)
+        return counted if self.resumes is None else counted | (positions >= self.resumes)
+
+    def _sampled(self, positions: Tensor) -> Tensor:
+        return (positions >= _UNLIKE_OTHERS) & (positions % self._stride == 0)
+
+    def _of_wanted_heads(self, captured: Tensor) -> Tensor:
+        """[layers, R, query_heads, head_dim] to [layers, k, R, head_dim]."""
+        by_head = captured.transpose(1, 2)
+        if self._all_heads:
+            return by_head
+        return by_head[torch.arange(len(by_head))[:, None], self._heads]
+
+
+class _Moments:
+    """Sums and outer products of unrotated rows, in float64 over blocks of `_BLOCK_ROWS` rows, which bounds
+    both the rounding and the rows that wait."""
+
+    def __init__(self, layers: int, heads: int, width: int) -> None:
+        self.count = 0
+        self._sum = torch.zeros(layers, heads, width, dtype=torch.float64)
+        self._outer = torch.zeros(layers, heads, width, width, dtype=torch.float64)
+        self._block = torch.empty(layers, heads, _BLOCK_ROWS, width)
+
+    def add(self, captured: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Take rows [R] of captured [layers, *, heads, head_dim], rotated by cos, sin [R, head_dim]."""
+        done = 0
+        while done < len(rows):
+            filled = self.count % _BLOCK_ROWS
+            taken = slice(done, done + _BLOCK_ROWS - filled)
+            count = len(rows[taken])
+            part = captured.index_select(1, rows[taken]).transpose(1, 2)
+            _unrotate(part, cos[taken], sin[taken], self._block[:, :, filled : filled + count])
+            self.count += count
+            done += count
+            if self.count % _BLOCK_ROWS == 0:
+                self._fold(self._block)
+
+    def copy(self) -> _Moments:
+        other = copy.copy(self)
+        other._sum, other._outer = self._sum.clone(), self._outer.clone()
+        other._block = self._block.clone()
+        return other
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        """Mean and covariance, float32; None before the first row."""
+        if not self.count:
+            return None, None
+        whole, waiting = self, self.count % _BLOCK_ROWS
+        if waiting:
+            whole = self.copy()
+            whole._fold(self._block[:, :, :waiting])
+        mean = whole._sum / self.count
+        covariance = whole._outer / self.count
+        covariance -= mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        return mean.float(), covariance.float()
+
+    def _fold(self, block: Tensor) -> None:
+        layers, heads, rows, width = block.shape
+        flat = block.reshape(layers * heads, rows, width)
+        self._outer += torch.bmm(flat.transpose(1, 2), flat).view(self._outer.shape)
+        self._sum += flat.sum(dim=1).view(self._sum.shape)
+
+
+def _unrotate(rotated: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """Undo the rotation of rows [..., R, head_dim] by cos, sin [R, head_dim] into `out` of the same shape."""
+    half = rotated.shape[-1] // 2
+    cos, sin = cos[:, :half], sin[:, :half]
+    first, second = rotated[..., :half], rotated[..., half:]
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin, value=-1)
+
+
+def token_surprisal(logits_of: Callable[[Tensor], Tensor], rows: Tensor, targets: Tensor) -> Tensor:
+    """-log p [n] float32 of the targets [n] int64 that follow the rows [n] int64.
+
+    `logits_of` gives the logits [m, vocab] of rows [m]; it is asked for few at a time, as the logits
+    of a whole chunk would take more memory than its layers.
+    """
+    parts = []
+    for start in range(0, len(rows), _HEAD_ROWS):
+        logits = logits_of(rows[start : start + _HEAD_ROWS])
+        chosen = logits.gather(1, targets[start : start + _HEAD_ROWS, None]).squeeze(1)
+        parts.append(torch.logsumexp(logits, dim=1) - chosen)
+    return torch.cat(parts) if parts else torch.empty(0)

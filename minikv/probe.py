@@ -1,0 +1,230 @@
+"""Probe: one model driven by hand, without requests or a scheduler.
+
+For calibration, evaluation and benchmarks, which compute a context once and go on from copies of it
+under different policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from minikv.cache.compress import Compressor, Ranges, Report
+from minikv.cache.evidence import Recorded, Recorder, token_surprisal
+from minikv.cache.policies.base import Evidence, Policy
+from minikv.config import CacheConfig, EngineConfig, format_size
+from minikv.errors import RequestError
+from minikv.loading import LoadedModel, load_model
+from minikv.memory import available_bytes, make_store, resolve_context
+from minikv.scheduler.batching import Rows, batch_of
+
+Logits = Literal["none", "last", "all"]
+
+
+class Probe:
+    """A loaded model, a store of sequences over a page pool, and a compressor.
+
+    tokenizer, config (`ModelConfig`), model (the decoder), name, fingerprint: of the model;
+    store, compressor: of the sequences, which are known by the numbers that `open` and `fork` give.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, max_context: int | None = None, max_seqs: int = 8):
+        self.name = loaded.name
+        self.fingerprint = loaded.fingerprint
+        self.tokenizer = loaded.tokenizer
+        self.config = loaded.config
+        self.model = loaded.decoder
+        self.backend_name = loaded.kernels.name
+        self.kv_dtype = loaded.kv_dtype
+        self.max_context = resolve_context(max_context, loaded.config.max_context)
+        self.store = make_store(
+            EngineConfig(max_seqs=max_seqs),
+            loaded.config,
+            self.max_context,
+            loaded.kv_dtype,
+            loaded.page_size,
+            loaded.kernels.keys_transposed,
+        )
+        self.compressor = Compressor(self.store, loaded.decoder)
+        self._num_tokens: dict[int, int] = {}
+
+    @classmethod
+    def load(
+        cls,
+        model: str = "smollm2-135m",
+        *,
+        backend: str = "auto",
+        weights: str = "auto",
+        kv_dtype: str = "auto",
+        threads: int | None = None,
+        max_context: int | None = None,
+        max_seqs: int = 8,
+        revision: str | None = None,
+        offline: bool = False,
+        progress: bool = False,
+    ) -> Probe:
+        """Load a model by name or path; the arguments are those of `LLM`."""
+        loaded = load_model(
+            model,
+            CacheConfig(kv_dtype=kv_dtype),
+            available_bytes(),
+            backend=backend,
+            weights=weights,
+            revision=revision,
+            offline=offline,
+            threads=threads,
+            progress=progress,
+        )
+        return cls(loaded, max_context=max_context, max_seqs=max_seqs)
+
+    # Sequences
+
+    def open(self) -> int:
+        """A new empty sequence; RequestError when `max_seqs` are open."""
+        self._require_seq()
+        seq = self.store.open()
+        self._num_tokens[seq] = 0
+        return seq
+
+    def fork(self, seq: int) -> int:
+        """An independent copy of a sequence; RequestError when sequences or pages are short."""
+        self._require_seq()
+        copy = self.store.fork(seq)
+        if copy is None:
+            raise RequestError(
+                f"The KV pool is too full to copy a sequence of {format_size(self.store.bytes_of(seq))}; "
+                "close others first."
+            )
+        self._num_tokens[copy] = self._num_tokens[seq]
+        return copy
+
+    def close(self, seq: int) -> None:
+        """Free a sequence and its pages."""
+        self.store.close(seq)
+        del self._num_tokens[seq]
+
+    def num_tokens(self, seq: int) -> int:
+        """Logical length: tokens fed, whatever is still stored of them."""
+        return self._num_tokens[seq]
+
+    # Computing
+
+    def feed(
+        self,
+        seq: int,
+        ids: Sequence[int],
+        logits: Logits = "last",
+        recorder: Recorder | None = None,
+        chunk: int = 256,
+    ) -> Tensor | None:
+        """Compute tokens at the end of a sequence, `chunk` at a time, as one prompt.
+
+        Returns logits [n, vocab] float32 of all rows or the last one, None for "none". `recorder`
+        gets the evidence it wants. RequestError when context or pool are too small.
+        """
+        start = self._num_tokens[seq]
+        self._check_room([seq], [ids])
+        outputs = []
+        for first in range(0, len(ids), chunk):
+            part = ids[first : first + chunk]
+            is_last = first + len(part) == len(ids)
+            wanted = "all" if logits == "all" else "last" if logits == "last" and is_last else "none"
+            position = start + first
+            capture = None if recorder is None else recorder.wanted_rows(position, len(part))
+            rows = Rows(seq, part, position, start + len(ids), wanted, capture)
+            following = ids[first + 1 : first + len(part) + 1]
+            outputs.append(self._forward(rows, recorder, following))
+        return torch.cat(outputs) if logits != "none" and outputs else None
+
+    def feed_many(
+        self,
+        seqs: Sequence[int],
+        ids_per_seq: Sequence[Sequence[int]],
+        logits: Literal["last", "all"] = "last",
+    ) -> list[Tensor]:
+        """Compute some tokens at the end of several sequences in one pass; any number of tokens each.
+
+        Returns per sequence the logits of its last row [vocab], or of all its rows [n, vocab]. `ids` of a
+        sequence are not its prompt: with dynamic RoPE each is rotated for its own position.
+        """
+        self._check_room(seqs, ids_per_seq)
+        parts = [
+            Rows(seq, ids, self._num_tokens[seq], 0, logits)
+            for seq, ids in zip(seqs, ids_per_seq, strict=True)
+        ]
+        for part in parts:
+            self._reserve(part.seq, len(part.ids))
+        out = self.model.forward(batch_of(self.store, parts))
+        for part in parts:
+            self._append(part.seq, len(part.ids))
+        if logits == "last":
+            return list(out)
+        return list(out.split([len(part.ids) for part in parts]))
+
+    # Compressing
+
+    def record(self, evidence: Evidence, content: range) -> Recorder:
+        """A recorder for `feed`: queries at the positions `content` count."""
+        return Recorder(evidence, self.config, self.model.rope, content)
+
+    def compress(
+        self,
+        seq: int,
+        policy: Policy,
+        cache: CacheConfig,
+        recorded: Recorded | None = None,
+        pinned: Ranges = (),
+    ) -> Report:
+        """Compress a sequence; see `Compressor.choose`."""
+        recorded = recorded or Recorded()
+        return self.compressor.compress(seq, policy, cache, self._num_tokens[seq], recorded, pinned)
+
+    # Inside
+
+    def _forward(self, rows: Rows, recorder: Recorder | None, following: Sequence[int]) -> Tensor:
+        """Compute rows and hand the recorder what it wants; `following` are the tokens after each row."""
+        count = len(rows.ids)
+        self._reserve(rows.seq, count)
+        batch = batch_of(self.store, [rows])
+        hidden = self.model.hidden_states(batch)
+        self._append(rows.seq, count)
+        if recorder is not None:
+            if batch.capture_rows is not None and batch.captured is not None:
+                taken = batch.capture_rows
+                recorder.add(batch.positions[taken], batch.captured, batch.rope_lengths[taken])
+            if recorder.wants_surprisal and len(following):
+                known, targets = torch.arange(len(following)), torch.tensor(following)
+                values = token_surprisal(lambda some: self.model.logits(hidden, some), known, targets)
+                recorder.add_surprisal(rows.first + 1, values)
+        return self.model.logits(hidden, batch.logit_rows)
+
+    def _require_seq(self) -> None:
+        if not self.store.num_free_seqs:
+            raise RequestError(f"All {self.store.max_seqs} sequences are open; close one or raise max_seqs.")
+
+    def _check_room(self, seqs: Sequence[int], ids_per_seq: Sequence[Sequence[int]]) -> None:
+        missing = 0
+        for seq, ids in zip(seqs, ids_per_seq, strict=True):
+            end = self._num_tokens[seq] + len(ids)
+            if end > self.max_context:
+                raise RequestError(
+                    f"The sequence would have {end} tokens, and the context is {self.max_context}."
+                )
+            missing += self.store.pages_missing(seq, len(ids))
+        pool = self.store.pool
+        if missing > pool.num_free:
+            raise RequestError(
+                f"{format_size(missing * pool.page_bytes)} more of KV cache are needed and "
+                f"{format_size(pool.num_free * pool.page_bytes)} are free; close a sequence first."
+            )
+
+    def _reserve(self, seq: int, count: int) -> None:
+        reserved = self.store.reserve(seq, count)
+        assert reserved, "the caller has checked that there is room"
+
+    def _append(self, seq: int, count: int) -> None:
+        self.store.append(seq, count)
+        self._num_tokens[seq] += count

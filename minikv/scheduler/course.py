@@ -1,0 +1,155 @@
+"""The course of a sequence: its turns, and at which tokens its lanes were compressed.
+
+Lanes that are given up when memory is short can be computed again along it, to the same entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minikv.cache.compress import Ranges
+from minikv.cache.evidence import Recorded, Recorder
+from minikv.scheduler.retention import Retention
+
+if TYPE_CHECKING:
+    from minikv.models.config import ModelConfig
+    from minikv.models.rope import Rope
+
+_LONG_AGO = 1 << 40
+
+
+@dataclass(eq=False)
+class Turn:
+    """A prompt or a further part of a conversation, with what the model says to it.
+
+    start: first position that it computed itself. num_prompt: tokens up to the model's reply.
+    content: positions whose queries tell what matters. pinned: token ranges that stay.
+    """
+
+    retention: Retention
+    start: int
+    num_prompt: int
+    content: range
+    pinned: Ranges = ()
+    recorder: Recorder | None = None
+
+
+@dataclass(frozen=True)
+class Compression:
+    """That the lanes were, or are to be, compressed once `num_tokens` tokens are computed."""
+
+    turn: Turn
+    num_tokens: int
+    room: int
+
+
+@dataclass
+class Course:
+    """How a sequence came to hold what it holds: its turns, and where it was compressed.
+
+    Lanes that were given up are computed again along the same course: `done` counts the compressions
+    that the present lanes have been through, `peak` is the most pages that they held at once.
+    """
+
+    turns: list[Turn] = field(default_factory=list)
+    compressions: list[Compression] = field(default_factory=list)
+    done: int = 0
+    peak: int = 0
+
+    def turn_at(self, num_computed: int) -> Turn:
+        """The turn that the next row belongs to."""
+        return next(turn for turn in reversed(self.turns) if turn.start <= num_computed)
+
+    def rows_allowed(self, wanted: int, num_computed: int, lengths: np.ndarray) -> int:
+        """How many of `wanted` rows may be computed before something else has to happen; 0: a compression
+        is due. lengths: entries of each lane."""
+        current = self.turns[-1]
+        if self.done == len(self.compressions) and num_computed >= current.start:
+            last = self.compressions[-1].num_tokens if self.compressions else -_LONG_AGO
+            since = num_computed - last
+            return current.retention.rows_allowed(wanted, lengths, num_computed, current.num_prompt, since)
+        # Along a known course up to the next compression, and to the next turn, which records for itself.
+        stops = [c.num_tokens for c in self.compressions[self.done : self.done + 1]]
+        stops += [turn.start for turn in self.turns if turn.start > num_computed][:1]
+        return min([wanted, *(stop - num_computed for stop in stops)])
+
+    def due(self, num_computed: int, lengths: np.ndarray) -> Compression | None:
+        """The compression that has to happen now, or None."""
+        if self.done < len(self.compressions):
+            again = self.compressions[self.done]
+            return again if again.num_tokens == num_computed else None
+        turn = self.turns[-1]
+        if turn.retention.keeps_all or num_computed < turn.start:
+            return None
+        last = self.compressions[-1] if self.compressions else None
+        if last is not None and last.turn is turn and last.num_tokens == num_computed:
+            return None
+        if num_computed != turn.num_prompt and self.rows_allowed(1, num_computed, lengths):
+            return None
+        return Compression(turn, num_computed, turn.retention.room(num_computed, turn.num_prompt))
+
+    def take(self, compression: Compression) -> None:
+        """Count a compression that `due` gave as done."""
+        if self.done == len(self.compressions):
+            self.compressions.append(compression)
+        self.done += 1
+
+    def recorder_at(self, num_computed: int, config: ModelConfig, rope: Rope) -> Recorder | None:
+        """The recorder of the turn that the next row belongs to, made when its first row comes."""
+        turn = self.turn_at(num_computed)
+        evidence = turn.retention.evidence
+        if turn.recorder or not (evidence.window or evidence.query_statistics or evidence.surprisal):
+            return turn.recorder
+        before = self._recorder_before(turn)
+        resumes = turn.num_prompt if turn.retention.slack is not None else None
+        rolling = turn.retention.streaming
+        if before is not None and before.evidence is evidence:
+            turn.recorder = before.continued(turn.content, resumes, rolling)
+        else:
+            turn.recorder = Recorder(evidence, config, rope, turn.content, resumes=resumes, rolling=rolling)
+        for earlier in self.turns[: self.turns.index(turn)]:
+            earlier.recorder = None
+        return turn.recorder
+
+    def recorded(self, compression: Compression) -> Recorded:
+        """The evidence for a compression; before the first row of a turn that of the turn before."""
+        turn = compression.turn
+        recorder = turn.recorder or self._recorder_before(turn)
+        return Recorded() if recorder is None else recorder.result()
+
+    def _recorder_before(self, turn: Turn) -> Recorder | None:
+        earlier = reversed(self.turns[: self.turns.index(turn)])
+        return next((t.recorder for t in earlier if t.recorder is not None), None)
+
+    def stop(self, num_tokens: int) -> None:
+        """End after `num_tokens` tokens; what was to be done again and was not is forgotten."""
+        del self.compressions[self.done :]
+        self.cut(num_tokens)
+
+    def restart(self) -> None:
+        """Begin again with empty lanes."""
+        self.done = 0
+        for turn in self.turns:
+            turn.recorder = None
+
+    def cut(self, num_tokens: int) -> None:
+        """Forget all that happened after the first `num_tokens` tokens."""
+        self.turns = [turn for turn in self.turns if turn.start < num_tokens]
+        self.compressions = [
+            c for c in self.compressions if c.num_tokens <= num_tokens and c.turn in self.turns
+        ]
+        self.done = min(self.done, len(self.compressions))
+
+    def fork(self) -> Course:
+        """An independent course for a copy of the lanes."""
+        copies = {turn: _copied(turn) for turn in self.turns}
+        compressions = [Compression(copies[c.turn], c.num_tokens, c.room) for c in self.compressions]
+        return Course(list(copies.values()), compressions, self.done, self.peak)
+
+
+def _copied(turn: Turn) -> Turn:
+    recorder = None if turn.recorder is None else turn.recorder.copy()
+    return Turn(turn.retention, turn.start, turn.num_prompt, turn.content, turn.pinned, recorder)

@@ -1,0 +1,40 @@
+"""From a computed batch to the recorders of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minikv.cache.evidence import token_surprisal
+from minikv.kernels.batch import Batch
+from minikv.scheduler.scheduler import Scheduled
+
+
+def record_queries(plan: Sequence[Scheduled], batch: Batch) -> None:
+    """Hand out the captured queries, which lie in the order of the plan."""
+    if batch.capture_rows is None:
+        return
+    assert batch.captured is not None, "the decoder captures what it is asked for"
+    start = 0
+    for item in plan:
+        if item.capture is None or item.recorder is None:
+            continue
+        end = start + len(item.capture)
+        rows = batch.capture_rows[start:end]
+        item.recorder.add(batch.positions[rows], batch.captured[:, start:end], batch.rope_lengths[rows])
+        start = end
+
+
+def record_surprisal(plan: Sequence[Scheduled], batch: Batch, logits_of: Callable[[Tensor], Tensor]) -> None:
+    """Hand out -log p of the prompt tokens that follow the rows; `logits_of` as in `token_surprisal`."""
+    for item, first_row in zip(plan, batch.row_starts, strict=False):
+        request = item.request
+        after = request.num_computed + 1
+        following = request.tokens[after : min(after + item.count, request.num_prompt)]
+        if item.recorder is None or not item.recorder.wants_surprisal or not following:
+            continue
+        rows = torch.arange(first_row, first_row + len(following))
+        values = token_surprisal(logits_of, rows, torch.tensor(following))
+        item.recorder.add_surprisal(after, values)

@@ -1,0 +1,157 @@
+"""What is kept of a sequence, by whose choice, and when the choice falls due.
+
+Everything here follows from token counts and lane lengths alone, never from batch mates, so a request
+is compressed at the same tokens whatever it runs beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from minikv.cache.ceiling import Ceiling
+from minikv.cache.lanes import LaneStore
+from minikv.cache.policies.base import Evidence, Policy
+from minikv.cache.policies.profile import HeadProfile
+from minikv.cache.policies.registry import make_policy
+from minikv.config import CacheConfig, EngineConfig
+from minikv.errors import ConfigError
+
+_MOST_KEPT = 64
+
+FindProfile = Callable[[CacheConfig], HeadProfile | None]
+"""The calibration profile that a cache configuration names or implies."""
+
+
+class Retention:
+    """A cache configuration with its policy, for sequences of one store; by default all is kept.
+
+    A prompt in exact mode grows freely and is compressed at its end. A streaming prompt is compressed
+    whenever it has grown `stride` entries per lane above the budget, a decoding sequence `slack` entries.
+    Under a budget in bytes both must fit the ceiling as well, and a compression leaves room for them.
+    """
+
+    def __init__(
+        self,
+        cache: CacheConfig | None = None,
+        policy: Policy | None = None,
+        store: LaneStore | None = None,
+        prefill_chunk: int = 0,
+    ):
+        cache = cache or CacheConfig()
+        assert (policy is None) == (cache.policy == "full")
+        self.cache = cache
+        self.policy = policy
+        self.streaming = cache.prefill == "streaming"
+        self.ceiling: Ceiling | None = None
+        self.slack = cache.decode_slack
+        self.stride = prefill_chunk
+        if policy is None:
+            return
+        assert store is not None, "only what keeps everything can do without"
+        self.num_lanes = store.num_lanes
+        self.page_size = store.pool.page_size
+        if cache.limit is not None and cache.limit.kind == "bytes":
+            self.ceiling = Ceiling.of(cache.limit, store)
+            self.slack = self.ceiling.slack(cache.decode_slack)
+            self.stride = min(prefill_chunk, max(self.slack, self.ceiling.per_lane // 4))
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is ever dropped."""
+        return self.policy is None
+
+    @property
+    def evidence(self) -> Evidence:
+        """What the policy wants recorded."""
+        return Evidence() if self.policy is None else self.policy.evidence
+
+    def rows_allowed(
+        self, wanted: int, lengths: np.ndarray, num_computed: int, num_prompt: int, since: int
+    ) -> int:
+        """How many of `wanted` rows may be computed before the next compression; 0: it is due first.
+
+        lengths: entries of each lane. since: tokens computed since the last compression.
+        """
+        if self.keeps_all:
+            return wanted
+        left = num_prompt - num_computed
+        allowed = min(wanted, left) if left > 0 else wanted
+        if left > 0 and not self.streaming:
+            return allowed
+        if self.ceiling is not None:
+            return self.ceiling.rows_that_fit(lengths, allowed)
+        growth = self.stride if left > 0 else self.slack
+        if growth is None:
+            return allowed
+        spare = (self._entries(max(num_computed, num_prompt)) - int(lengths.sum())) // self.num_lanes + growth
+        # Pinned entries may fill more than the budget; that must not mean compressing at every token.
+        return min(allowed, max(0, spare, growth - since))
+
+    def room(self, num_computed: int, num_prompt: int) -> int:
+        """Entries per lane that a compression is to leave free; only a ceiling needs any."""
+        if self.ceiling is None:
+            return 0
+        assert self.slack is not None
+        return self.stride if num_computed < num_prompt else self.slack
+
+    def most_pages(self, num_prompt: int) -> int | None:
+        """Pages that a prompt of `num_prompt` tokens never passes while it streams; None without a bound."""
+        if not self.streaming or self.keeps_all:
+            return None
+        if self.ceiling is not None:
+            return self.ceiling.max_pages
+        entries = self._entries(num_prompt) + (self.stride + self.page_size) * self.num_lanes
+        return -(-entries // self.page_size)
+
+    def _entries(self, num_tokens: int) -> int:
+        limit = self.cache.limit
+        assert limit is not None
+        return limit.entries(num_tokens, self.num_lanes)
+
+
+class Retentions:
+    """Makes the retention of a cache configuration, and keeps those made."""
+
+    def __init__(self, store: LaneStore, config: EngineConfig, model: Any, find_profile: FindProfile | None):
+        self._store = store
+        self._config = config
+        self._model = model
+        self._find_profile = find_profile
+        self._made: dict[CacheConfig, Retention] = {}
+
+    def get(self, cache: CacheConfig) -> Retention:
+        """Raises ConfigError if entries cannot be stored as asked, or the budget cannot hold."""
+        if cache not in self._made:
+            self._check_storage(cache)
+            if len(self._made) >= _MOST_KEPT:
+                self._made.clear()
+            self._made[cache] = self._make(cache)
+        return self._made[cache]
+
+    def _make(self, cache: CacheConfig) -> Retention:
+        policy = None
+        if cache.policy != "full":
+            shape = self._model.config
+            policy = make_policy(
+                cache.policy,
+                window=cache.window,
+                num_layers=shape.num_layers,
+                num_query_heads=shape.num_query_heads,
+                num_kv_heads=shape.num_kv_heads,
+                profile=None if self._find_profile is None else self._find_profile(cache),
+                rope=self._model.rope,
+            )
+        return Retention(cache, policy, self._store, self._config.prefill_chunk)
+
+    def _check_storage(self, cache: CacheConfig) -> None:
+        pool = self._store.pool
+        stored = str(pool.dtype).removeprefix("torch.")
+        for name, given, own, default in (
+            ("kv_dtype", cache.kv_dtype, stored, "auto"),
+            ("page_size", cache.page_size, pool.page_size, None),
+        ):
+            if given not in (own, default):
+                raise ConfigError(f"{name} {given} is not what this model was loaded with, which is {own}.")

@@ -1,0 +1,46 @@
+"""What the tests of compression in the engine share."""
+
+from __future__ import annotations
+
+from tiny import TINY, Collector, drain, greedy, tiny_engine
+
+from minikv.config import CacheConfig
+from minikv.scheduler.request import Lanes
+
+LANES = TINY.num_layers * TINY.num_kv_heads
+PAGE = 4
+PAGE_BYTES = PAGE * (2 * 16 * 4 + 8)
+
+
+def keep(policy="snapkv", budget=0.3, **options) -> CacheConfig:
+    """A configuration that protects little, so that policies decide."""
+    defaults = {"sinks": 2, "recent": 4, "window": 6}
+    return CacheConfig(policy=policy, budget=budget, **(defaults | options))
+
+
+def pages(count: int) -> str:
+    """A budget of `count` pages."""
+    return f"{count * PAGE_BYTES}B"
+
+
+def run(engine, ids, cache=None, params=None, **options):
+    """Tokens and the finished request of one prompt."""
+    (request,) = engine.add(ids, params or greedy(12), cache=cache, **options)
+    collector = drain(engine)
+    return collector.tokens.get(request), collector.finished[request]
+
+
+def kept_positions(decoder, ids, cache, **options):
+    """Positions of all entries of every lane after one token."""
+    engine, lanes = tiny_engine(decoder, **options), Lanes()
+    run(engine, ids, cache, greedy(1), lanes=lanes)
+    return engine.store.positions(lanes.seq)
+
+
+def check_ceiling(engine, limit, collector=None):
+    """Drain an engine of one sequence whose pages never pass the limit."""
+    collector = collector or Collector()
+    while engine.has_work:
+        collector.take(engine.step())
+        assert engine.store.pool.num_pages - engine.store.pool.num_free <= limit
+    return collector
