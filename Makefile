@@ -5,10 +5,11 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BENCH_VENV := .venv-bench
+KVPRESS_VENV := .venv-kvpress
 PIP := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench-env bench bench-transformers bench-llama bench-accuracy clean
+.PHONY: help demo test test-all lint format bench-env bench bench-transformers bench-llama bench-accuracy bench-policies clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -46,8 +47,11 @@ bench-llama: $(BENCH_VENV)/.llama ## the same beside llama.cpp, which the first 
 bench-accuracy: $(BENCH_VENV)/.llama ## what rounding costs, minikv's and llama.cpp's (ARGS="--tokens 200" is quick)
 	$(BENCH_VENV)/bin/python benchmarks/bench_accuracy.py --llama $(ARGS)
 
+bench-policies: $(KVPRESS_VENV)/.kvpress ## compression policies beside kvpress (ARGS="--samples 1 --length 1024" is quick)
+	$(KVPRESS_VENV)/bin/python benchmarks/bench_policies.py $(ARGS)
+
 clean: ## remove the environments and everything built
-	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(KVPRESS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 %/.created:
@@ -76,6 +80,12 @@ $(BENCH_VENV)/.llama: pyproject.toml constraints.txt $(BENCH_VENV)/.created
 	@echo "Compiling llama.cpp into $(BENCH_VENV); this takes some minutes per core."
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" \
 	  $(BENCH_VENV)/bin/python $(PIP) --editable '.[bench-llama]'
+	touch $@
+
+# kvpress refuses the transformers that constraints.txt names, and what goes with it.
+$(KVPRESS_VENV)/.kvpress: pyproject.toml constraints.txt $(KERNELS) $(KVPRESS_VENV)/.created
+	grep -vE '^(transformers|tokenizers|huggingface-hub)=' constraints.txt > $(KVPRESS_VENV)/constraints.txt
+	$(KVPRESS_VENV)/bin/python $(subst constraints.txt,$(KVPRESS_VENV)/constraints.txt,$(PIP)) --editable '.[bench-kvpress]'
 	touch $@
 
 .PRECIOUS: %/.created

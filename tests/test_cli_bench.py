@@ -102,8 +102,9 @@ def test_steps_end_at_the_context_that_is_named(model: Path) -> None:
     from minikv import LLM
 
     with LLM(model) as llm:
-        seconds = bench_measure.time_steps(llm, context=64, batch_size=2, steps=10)
+        seconds, held = bench_measure.time_steps(llm, context=64, batch_size=2, steps=10)
         assert len(seconds) == 10
+        assert held == 2 * llm.full_kv_bytes(64)
         assert llm.kv_bytes_in_use == 0
 
 

@@ -11,7 +11,9 @@ import typer
 from minikv.cli import console
 from minikv.cli.batch import batch
 from minikv.cli.bench import bench
+from minikv.cli.calibrate import calibrate
 from minikv.cli.chat import chat
+from minikv.cli.eval import evaluate
 from minikv.cli.generate import generate
 from minikv.cli.info import info
 from minikv.cli.pull import pull
@@ -43,8 +45,9 @@ def _common(
     """A small LLM inference engine built around its KV cache."""
 
 
-for _command in (chat, generate, batch, pull, info, bench):
+for _command in (chat, generate, batch, pull, info, bench, calibrate):
     app.command()(_command)
+app.command("eval")(evaluate)
 
 
 def main() -> None:

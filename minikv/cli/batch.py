@@ -20,11 +20,11 @@ from minikv.cli.batch_progress import Meter
 from minikv.cli.batch_run import BatchRun
 from minikv.cli.chat import DEFAULT_MODEL
 from minikv.cli.interrupts import Interrupts
-from minikv.cli.options import ENGINE, SAMPLING, load_llm, takes
+from minikv.cli.options import COMPRESSION, ENGINE, SAMPLING, load_llm, takes
 from minikv.errors import ConfigError, RequestError
 
 
-@takes(engine=ENGINE, sampling=SAMPLING)
+@takes(engine=ENGINE, compression=COMPRESSION, sampling=SAMPLING)
 @console.guarded
 def batch(
     source: Annotated[str, typer.Argument(metavar="IN.jsonl", help="Requests, one a line; - is stdin.")],
@@ -39,11 +39,12 @@ def batch(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
     *,
     engine: dict[str, Any],
+    compression: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
     """Run a file of requests: OpenAI batch lines, or plain lines with a prompt or messages.
 
-    Sampling options are the defaults for lines that do not set a value themselves.
+    Sampling and compression options are the defaults for lines that do not set a value themselves.
     """
     if resume and overwrite:
         raise typer.BadParameter("--resume and --overwrite exclude each other.")
@@ -63,12 +64,13 @@ def batch(
         lines: Iterable[InputLine | None] = input_lines(requests, source)
         if not seekable:
             lines = feed(lines)
-        _run(model, engine, sampling, file, done, lines, total, fresh=overwrite)
+        _run(model, engine, compression, sampling, file, done, lines, total, fresh=overwrite)
 
 
 def _run(
     model: str,
     engine: dict[str, Any],
+    compression: dict[str, Any],
     sampling: dict[str, Any],
     file: OutputFile,
     done: list[DoneLine],
@@ -83,7 +85,7 @@ def _run(
     meter = Meter(total, done)
     stopped = False
     if total is None or total > len(done):
-        with load_llm(model, engine, progress=console.stderr_is_terminal()) as llm:
+        with load_llm(model, engine, compression, progress=console.stderr_is_terminal()) as llm:
             if fresh:  # only now: a mistake in the command must not cost the earlier results
                 file.clear()
             with Interrupts() as interrupts, meter:

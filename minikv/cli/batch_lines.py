@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from minikv.cli.compression import REQUEST_FIELDS, changed
 from minikv.cli.inputs import encodable
 from minikv.cli.options import RESERVED_ARGS
+from minikv.config import CacheConfig
 from minikv.errors import MinikvError
 
 if TYPE_CHECKING:
@@ -45,7 +47,8 @@ class LineError(MinikvError):
 class BatchRequest:
     """A line in the right form. `chat` is its kind; `prompt` or `messages` is set accordingly.
 
-    What the messages hold is checked by whoever renders them.
+    What the messages hold is checked by whoever renders them. `cache` is None when the line has no
+    compression fields of its own.
     """
 
     chat: bool
@@ -53,6 +56,7 @@ class BatchRequest:
     messages: Any
     params: SamplingParams
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    cache: CacheConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -111,10 +115,13 @@ def _is_openai(fields: Mapping[str, Any]) -> bool:
     return any(name in fields for name in ("method", "url", "body"))
 
 
-def parse_request(line: InputLine, defaults: Mapping[str, Any]) -> BatchRequest:
-    """The request of a line; `defaults` are sampling values for fields that it does not set.
+def parse_request(
+    line: InputLine, defaults: Mapping[str, Any], cache: CacheConfig | None = None
+) -> BatchRequest:
+    """The request of a line; `defaults` are sampling values for fields that it does not set, and `cache`
+    has those for compression.
 
-    Raises LineError, or ConfigError for a sampling value out of range.
+    Raises LineError, or ConfigError for a value out of range.
     """
     if line.fields is None:
         raise LineError(line.fault or "The line cannot be read.", "invalid_json")
@@ -127,7 +134,8 @@ def parse_request(line: InputLine, defaults: Mapping[str, Any]) -> BatchRequest:
             raise LineError("The line has neither prompt nor messages.")
     if line.custom_id is None:
         raise LineError("custom_id must be a string.")
-    return _request({key: value for key, value in body.items() if value is not None}, chat, defaults)
+    given = {key: value for key, value in body.items() if value is not None}
+    return _request(given, chat, defaults, cache or CacheConfig())
 
 
 def _openai_body(fields: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
@@ -146,7 +154,9 @@ def _openai_body(fields: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
     return fields["url"] == CHAT_URL, fields["body"]
 
 
-def _request(body: dict[str, Any], chat: bool, defaults: Mapping[str, Any]) -> BatchRequest:
+def _request(
+    body: dict[str, Any], chat: bool, defaults: Mapping[str, Any], cache: CacheConfig
+) -> BatchRequest:
     if not isinstance(body.pop("model", ""), str):
         raise LineError("model must be a string.")
     if body.pop("stream", False) is not False:
@@ -163,8 +173,10 @@ def _request(body: dict[str, Any], chat: bool, defaults: Mapping[str, Any]) -> B
     content = body.pop(name)
     if not chat:
         _check_prompt(content)
+    own_cache = _compression(body, cache)
     params = _sampling(body, chat, defaults)
-    return BatchRequest(chat, None if chat else content, content if chat else None, params, template_kwargs)
+    prompt, messages = (None, content) if chat else (content, None)
+    return BatchRequest(chat, prompt, messages, params, template_kwargs, own_cache)
 
 
 def _check_prompt(value: Any) -> None:
@@ -173,6 +185,12 @@ def _check_prompt(value: Any) -> None:
         raise LineError("prompt must be one string or one list of token ids.")
     if not value:
         raise LineError("prompt is empty.")
+
+
+def _compression(body: dict[str, Any], cache: CacheConfig) -> CacheConfig | None:
+    """Takes the compression fields out of `body`: `cache` with them, None if there are none."""
+    fields = {name: body.pop(name) for name in REQUEST_FIELDS if name in body}
+    return changed(cache, fields) if fields else None
 
 
 def _sampling(body: dict[str, Any], chat: bool, defaults: Mapping[str, Any]) -> SamplingParams:

@@ -79,7 +79,7 @@ class BatchRun:
                     raise LineError(
                         f"An earlier line has the same custom_id {line.custom_id!r}.", "duplicate_custom_id"
                     )
-                request = parse_request(line, self.defaults)
+                request = parse_request(line, self.defaults, self.llm.engine.config.cache)
             except MinikvError as error:
                 self._fail(line, getattr(error, "code", "invalid_request"), str(error))
                 continue
@@ -88,6 +88,7 @@ class BatchRun:
                 prompt=request.prompt,
                 messages=request.messages,
                 params=request.params,
+                cache=request.cache,
                 template_kwargs=request.template_kwargs,
             )
 

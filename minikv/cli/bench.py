@@ -13,7 +13,7 @@ import typer
 
 from minikv.cli import bench_measure, console
 from minikv.cli.bench_plan import BenchPlan, obstacle
-from minikv.cli.options import ENGINE, Option, load_llm, takes
+from minikv.cli.options import COMPRESSION, ENGINE, Option, load_llm, takes
 from minikv.config import format_size
 from minikv.threads import default_threads
 
@@ -30,7 +30,7 @@ PLAN = (
 )
 
 
-@takes(measurement=PLAN, engine=ENGINE)
+@takes(measurement=PLAN, engine=ENGINE, compression=COMPRESSION)
 @console.guarded
 def bench(
     model: Annotated[str, typer.Argument(help="Directory, .gguf file, Hub id or built-in name.")],
@@ -38,6 +38,7 @@ def bench(
     *,
     measurement: dict[str, Any],
     engine: dict[str, Any],
+    compression: dict[str, Any],
 ) -> None:
     """Measure prefill, decode and memory beside what the memory's speed allows.
 
@@ -46,7 +47,7 @@ def bench(
     plan = BenchPlan(**measurement)
     threads = engine.get("threads", default_threads())
     bandwidth = bench_measure.read_bandwidth(threads)
-    with load_llm(model, engine, progress=console.stderr_is_terminal()) as llm:
+    with load_llm(model, engine, compression, progress=console.stderr_is_terminal()) as llm:
         setting = {"threads": threads, **_setting(llm, plan)}
         facts = _run(llm, plan, setting, bandwidth, show=_nothing if as_json else console.write_text)
     if as_json:
@@ -107,6 +108,8 @@ def _setting(llm: LLM, plan: BenchPlan) -> dict[str, Any]:
         "backend": llm.backend_name,
         "backend_reason": llm.backend_reason,
         "kv_dtype": llm.kv_dtype,
+        "policy": llm.engine.config.cache.policy,
+        "budget": llm.engine.config.cache.budget,
         "processor": _processor(),
         "repeat": plan.repeat,
         "seed": bench_measure.SEED,
@@ -118,8 +121,9 @@ def _theory(llm: LLM, points: list[tuple[int, int]], bandwidth: float) -> dict[s
     weights, per_token = bench_measure.weights_read(llm), llm.kv_bytes_per_token
     floors = []
     for context, batch_size in points:
-        read = weights + batch_size * context * per_token
-        floor = {"context": context, "batch_size": batch_size, "kv_bytes_per_sequence": context * per_token}
+        each = bench_measure.kv_bytes_kept(llm, context)
+        read = weights + batch_size * each
+        floor = {"context": context, "batch_size": batch_size, "kv_bytes_per_sequence": each}
         floors.append({**floor, "bytes_per_step": read, "ms": 1e3 * read / bandwidth})
     return {
         "read_bandwidth": bandwidth,
@@ -130,7 +134,7 @@ def _theory(llm: LLM, points: list[tuple[int, int]], bandwidth: float) -> dict[s
 
 
 def _decode(llm: LLM, context: int, batch_size: int, steps: int, floor_ms: float) -> dict[str, Any]:
-    seconds = bench_measure.time_steps(llm, context, batch_size, steps)
+    seconds, held = bench_measure.time_steps(llm, context, batch_size, steps)
     typical, best = median(seconds), min(seconds)
     return {
         "context": context,
@@ -140,7 +144,7 @@ def _decode(llm: LLM, context: int, batch_size: int, steps: int, floor_ms: float
         "tokens_per_second": {"median": batch_size / typical, "best": batch_size / best},
         "floor_ms": floor_ms,
         "share_of_floor": {"median": floor_ms / 1e3 / typical, "best": floor_ms / 1e3 / best},
-        "kv_bytes": batch_size * llm.full_kv_bytes(context),
+        "kv_bytes": held,
         "peak_memory_bytes": bench_measure.peak_memory(),
     }
 
@@ -171,7 +175,7 @@ def _describe(facts: dict[str, Any]) -> str:
     theory = facts["theory"]
     text = (
         f"{facts['model']}: {facts['architecture']}, {facts['parameters'] / 1e6:.1f}M parameters, "
-        f"{facts['weights']}; KV cache {facts['kv_dtype']}\n"
+        f"{facts['weights']}; KV cache {facts['kv_dtype']}{_policy(facts)}\n"
         f"{facts['processor']}; backend {facts['backend']} ({facts['backend_reason']})\n\n"
         "What memory allows\n"
         f"  one pass over memory reads {theory['read_bandwidth'] / 1e9:.1f} GB/s\n"
@@ -183,6 +187,10 @@ def _describe(facts: dict[str, Any]) -> str:
         + (_head(_FLOOR_COLUMNS) if theory["floors"] else "")
         + "".join(map(_floor_line, theory["floors"]))
     )
+
+
+def _policy(facts: dict[str, Any]) -> str:
+    return "" if facts["budget"] is None else f", policy {facts['policy']}, budget {facts['budget']}"
 
 
 def _floor_line(floor: dict[str, Any]) -> str:

@@ -60,21 +60,35 @@ def time_prefill(llm: LLM, length: int) -> float:
     return time.perf_counter() - begin
 
 
-def time_steps(llm: LLM, context: int, batch_size: int, steps: int) -> list[float]:
-    """Seconds of each of `steps` decode steps that end with `context` tokens in every sequence.
+def kv_bytes_kept(llm: LLM, context: int) -> int:
+    """Bytes of keys and values that a sequence of `context` tokens is to hold under the policy."""
+    full = context * llm.kv_bytes_per_token
+    limit = llm.engine.config.cache.limit
+    if limit is None:
+        return full
+    if limit.kind == "bytes":
+        return min(full, int(limit.amount))
+    lanes = llm.engine.store.num_lanes
+    return min(full, limit.entries(context, lanes) * llm.kv_bytes_per_token // lanes)
+
+
+def time_steps(llm: LLM, context: int, batch_size: int, steps: int) -> tuple[list[float], int]:
+    """Seconds of each of `steps` decode steps that end with `context` tokens in every sequence, and the
+    bytes of KV pages that all sequences held together before the last one.
 
     The sequences are copies of one prompt's lanes: each has memory of its own, and the prompt is
     computed once.
     """
     ids = _random_ids(llm, context - WARM_UP - steps)
     _fill(llm.engine, ids, batch_size, max_tokens=1 + WARM_UP + steps)
-    seconds = []
+    seconds, held = [], 0
     for _ in range(WARM_UP + steps):
+        held = llm.kv_bytes_in_use
         begin = time.perf_counter()
         produced = _step(llm.engine)
         seconds.append(time.perf_counter() - begin)
         assert produced == batch_size
-    return seconds[WARM_UP:]
+    return seconds[WARM_UP:], held
 
 
 def peak_memory() -> int | None:

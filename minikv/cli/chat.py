@@ -13,7 +13,7 @@ from minikv.cli.chat_state import ChatState
 from minikv.cli.inputs import read_stdin
 from minikv.cli.interrupts import Interrupts
 from minikv.cli.line_editor import line_reader
-from minikv.cli.options import CHAT_SAMPLING, ENGINE, TEMPLATE, load_llm, takes
+from minikv.cli.options import CHAT_SAMPLING, COMPRESSION, ENGINE, TEMPLATE, load_llm, takes
 from minikv.cli.streaming import follow
 from minikv.cli.version import version
 from minikv.config import format_size
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "smollm2-135m"
 
 
-@takes(engine=ENGINE, sampling=CHAT_SAMPLING, template=TEMPLATE)
+@takes(engine=ENGINE, compression=COMPRESSION, sampling=CHAT_SAMPLING, template=TEMPLATE)
 @console.guarded
 def chat(
     model: Annotated[
@@ -35,6 +35,7 @@ def chat(
     history: Annotated[bool, typer.Option(help="Keep typed lines for the next chat.")] = True,
     *,
     engine: dict[str, Any],
+    compression: dict[str, Any],
     sampling: dict[str, Any],
     template: dict[str, Any],
 ) -> None:
@@ -45,16 +46,17 @@ def chat(
     from minikv import SamplingParams
 
     params = SamplingParams(**sampling)
-    with load_llm(model, engine, progress=console.stderr_is_terminal()) as llm:
+    with load_llm(model, engine, compression, progress=console.stderr_is_terminal()) as llm:
         if not llm.tokenizer.has_chat_template:
             raise TemplateError(f"{llm.name} has no chat template; use minikv generate --raw.")
-        with closing(llm.chat_session(system, **template.get("template_args", {}))) as session:
-            if message is None:
-                reader = line_reader(list(COMMANDS), keep_history=history)
-                with Interrupts(insist=False) as interrupts:
-                    _converse(ChatState(llm, session, params, reader, interrupts))
-            else:
-                _answer(session, message, params)
+        arguments = template.get("template_args", {})
+        session = llm.chat_session(system, **arguments)
+        if message is not None:
+            _answer(session, message, params)
+            return
+        reader = line_reader(list(COMMANDS), keep_history=history)
+        with Interrupts(insist=False) as interrupts:
+            _converse(ChatState(llm, session, params, reader, interrupts, arguments))
 
 
 def _answer(session: ChatSession, message: str, params: SamplingParams) -> None:

@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minikv.cache.budget import read_budget
+from minikv.cli import chat_kv
 from minikv.cli.chat_state import ChatState, summary
+from minikv.cli.compression import changed
 from minikv.cli.inputs import encodable, read_text_file, refuse_special, user_path
 from minikv.cli.options import CHAT_SAMPLING, parse_value
 from minikv.cli.transcript import load_transcript, save_transcript
-from minikv.config import format_size
 from minikv.errors import ConfigError, RequestError, SessionError
 
 # No text has fewer tokens than a 32nd of its bytes, so a larger file cannot fit the context.
 _MOST_BYTES_PER_TOKEN = 32
+# Settings of the KV cache, beside those of sampling.
+_KEPT = ("policy", "budget")
 
 
 class LeaveChat(Exception):
@@ -63,7 +67,7 @@ def _clear(state: ChatState, argument: str) -> None:
 def _regen(state: ChatState, argument: str) -> None:
     if not any(message["role"] == "user" for message in state.session.messages):
         raise SessionError("There is no turn to answer again yet.")
-    if state.params.temperature == 0:
+    if state.params.temperature == 0 and state.session.cache.policy == "full":
         state.say("At temperature 0 the reply is the same again; /set temperature 0.8 varies it.")
     state.play(lambda: state.session.regenerate(state.params))
 
@@ -121,17 +125,42 @@ def _set(state: ChatState, argument: str) -> None:
     if not key:
         for name in options:
             state.say(f"{name} = {_shown(getattr(state.params, name))}")
+        for name in _KEPT:
+            state.say(f"{name} = {_shown(getattr(state.session.cache, name))}")
+        return
+    if key in _KEPT:
+        _set_kept(state, key, value.strip())
         return
     if key in ("n", "logprobs"):
         raise ConfigError(f"{key} cannot be set in a chat, which shows one reply as text.")
     if key not in options:
-        near = difflib.get_close_matches(key, options, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(key, [*options, *_KEPT], n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else "/set lists what there is."
         raise ConfigError(f"There is no setting {key}; {hint}")
     if value.strip():
         changed: dict[str, Any] = {key: parse_value(options[key], value.strip())}
         state.params = dataclasses.replace(state.params, **changed)
     state.say(f"{key} = {_shown(getattr(state.params, key))}")
+
+
+def _set_kept(state: ChatState, key: str, value: str) -> None:
+    """`/set policy NAME [BUDGET]` and `/set budget BUDGET`."""
+    from minikv.cache.policies.registry import check_policy_name
+
+    cache = state.session.cache
+    if value:
+        name, _, budget = value.partition(" ") if key == "policy" else ("", "", value)
+        fields: dict[str, Any] = {}
+        if name:
+            check_policy_name(name)
+            fields["policy"] = name
+        if budget.strip():
+            fields["budget"] = read_budget(budget)
+        if cache.policy == "full" and name != "full" and len(fields) < len(_KEPT):
+            raise ConfigError("Give a policy and its budget together, as in /set policy snapkv 0.1.")
+        state.keep(changed(cache, fields))
+    for name in _KEPT:
+        state.say(f"{name} = {_shown(getattr(state.session.cache, name))}")
 
 
 def _shown(value: Any) -> str:
@@ -158,29 +187,7 @@ def _stats(state: ChatState, argument: str) -> None:
 
 
 def _kv(state: ChatState, argument: str) -> None:
-    session, per_token = state.session, state.llm.kv_bytes_per_token
-    tokens = session.num_tokens
-    if tokens == 0:
-        state.say("The KV cache of this conversation is empty.")
-        return
-    full = state.llm.full_kv_bytes(tokens)
-    state.say(
-        f"{format_size(session.kv_bytes)} held for {tokens:,} tokens; the full cache of them is "
-        f"{format_size(full)} ({per_token:,} bytes per token, {state.llm.kv_dtype})."
-    )
-    lengths = [tuple(int(n) for n in layer) for layer in session.kv_entries.tolist()]
-    first = 0
-    for layer in range(1, len(lengths) + 1):
-        if layer == len(lengths) or lengths[layer] != lengths[first]:
-            state.say(_layer_line(first, layer - 1, lengths[first]))
-            first = layer
-
-
-def _layer_line(first: int, last: int, lengths: tuple[int, ...]) -> str:
-    layers = f"layer {first}" if first == last else f"layers {first}-{last}"
-    if len(set(lengths)) == 1:
-        return f"{layers}: {lengths[0]:,} entries in each of {len(lengths)} lanes"
-    return f"{layers}: {', '.join(f'{n:,}' for n in lengths)} entries in {len(lengths)} lanes"
+    chat_kv.describe(state, argument)
 
 
 def _save(state: ChatState, argument: str) -> None:
@@ -218,9 +225,9 @@ COMMANDS: dict[str, Command] = {
     "system": Command(_system, "[TEXT]", "show or set the system message; none removes it"),
     "read": Command(_read, "FILE [QUESTION]", "put a text file before the question or the next message"),
     "multi": Command(_multi, "", "write a message of several lines"),
-    "set": Command(_set, "[KEY [VALUE]]", "show or change sampling settings"),
+    "set": Command(_set, "[KEY [VALUE]]", "show or change settings of sampling, or policy and budget"),
     "stats": Command(_stats, "", "tokens, speed and reuse of the last turn"),
-    "kv": Command(_kv, "", "size of the conversation's KV cache"),
+    "kv": Command(_kv, "[LAYER]", "what the KV cache of the conversation holds, and its size"),
     "save": Command(_save, "FILE", "write the conversation to a file"),
     "load": Command(_load, "FILE", "go on with a saved conversation"),
     "exit": Command(_exit, "", "leave"),

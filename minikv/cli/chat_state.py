@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minikv.cli import console
 from minikv.cli.inputs import join_prompt
@@ -16,7 +16,7 @@ from minikv.errors import MinikvError
 from minikv.results import StreamPiece
 
 if TYPE_CHECKING:
-    from minikv import LLM, ChatSession, SamplingParams
+    from minikv import LLM, CacheConfig, ChatSession, SamplingParams
 
 _ENDINGS = {
     "length": "cut at max_tokens (/set max_tokens none lifts it)",
@@ -39,6 +39,7 @@ class ChatState:
     params: SamplingParams
     read_line: Callable[[str], str]
     interrupts: Interrupts
+    template_args: dict[str, Any] = field(default_factory=dict)
     documents: list[str] = field(default_factory=list)
     last: Streamed | None = None
 
@@ -56,6 +57,14 @@ class ChatState:
             self.say("The text that was read for this message is dropped; /read it again if it is wanted.")
         self.documents.clear()
 
+    def keep(self, cache: CacheConfig) -> None:
+        """Go on under another policy or budget. The next turn computes the conversation anew: what was
+        dropped under the old one could not be had back otherwise. Raises ConfigError."""
+        session = self.llm.chat_session(cache=cache, **self.template_args)
+        session.set_messages(self.session.messages)
+        self.session.close()
+        self.session = session
+
     def play(self, start: Callable[[], Generator[StreamPiece, None, None]]) -> None:
         """Print a reply as it comes; Ctrl-C ends it."""
         try:
@@ -67,6 +76,11 @@ class ChatState:
             return
         if streamed.result is None and not streamed.text:
             self.say("Stopped before the reply began; the message is taken back.")
+            return
+        result = streamed.result
+        if result is not None and result.finish_reason == "context" and not streamed.token_ids:
+            console.complain(result.message or "The context is full.")
+            self.say("The message is taken back; /clear starts over.")
             return
         console.write_text("\n")
         self.last = streamed

@@ -13,7 +13,7 @@ import typer
 from minikv.cli import console
 from minikv.cli.inputs import join_prompt, read_stdin, read_text_file
 from minikv.cli.interrupts import Interrupts
-from minikv.cli.options import ENGINE, SAMPLING, TEMPLATE, load_llm, takes
+from minikv.cli.options import COMPRESSION, ENGINE, SAMPLING, TEMPLATE, load_llm, takes
 from minikv.cli.streaming import follow
 from minikv.config import format_size
 from minikv.errors import ConfigError, RequestError, TemplateError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from minikv import LLM, Job
 
 
-@takes(engine=ENGINE, sampling=SAMPLING, template=TEMPLATE)
+@takes(engine=ENGINE, compression=COMPRESSION, sampling=SAMPLING, template=TEMPLATE)
 @console.guarded
 def generate(
     model: Annotated[str, typer.Argument(help="Directory, .gguf file, Hub id or built-in name.")],
@@ -39,6 +39,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     *,
     engine: dict[str, Any],
+    compression: dict[str, Any],
     sampling: dict[str, Any],
     template: dict[str, Any],
 ) -> None:
@@ -49,7 +50,7 @@ def generate(
     from minikv import Job, SamplingParams
 
     params = SamplingParams(**sampling)
-    with load_llm(model, engine, progress=console.stderr_is_terminal()) as llm:
+    with load_llm(model, engine, compression, progress=console.stderr_is_terminal()) as llm:
         if _use_chat(llm, chat, system, template):
             arguments = template.get("template_args", {})
             job = Job(0, messages=_messages(system, text), params=params, template_kwargs=arguments)

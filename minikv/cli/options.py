@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from minikv.cli.compression import cache_config
 from minikv.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -92,6 +93,36 @@ ENGINE = (
     Option("prefill_chunk", "int", "Most prompt tokens of one sequence per step.", "512"),
     Option("max_batch_tokens", "int", "Most tokens per step, all sequences together."),
     *SOURCE,
+)
+# Names are those of CacheConfig with `kv_` before them; `kv_slack` is `decode_slack`.
+COMPRESSION = (
+    Option(
+        "kv_policy",
+        "text",
+        "What chooses the KV entries that stay: full, window, snapkv, adakv, expected, compresskv, or "
+        "adakv:SCORING.",
+        "full",
+        metavar="NAME",
+    ),
+    Option(
+        "kv_budget",
+        "text",
+        "What stays: a fraction of the tokens such as 0.1, entries per lane such as 256, or a size such as "
+        "64MiB.",
+        metavar="BUDGET",
+    ),
+    Option("kv_sinks", "int", "First entries that always stay.", "4"),
+    Option("kv_recent", "int", "Last entries that always stay.", "16"),
+    Option("kv_window", "int", "Last tokens of the prompt whose queries are read.", "16"),
+    Option(
+        "kv_prefill",
+        "text",
+        "exact: compress at the end of a prompt; streaming: while it is read, in less memory.",
+        "exact",
+        metavar="MODE",
+    ),
+    Option("kv_slack", "int", "Entries per lane above the budget at which a reply is compressed too."),
+    Option("kv_profile", "text", "Calibration profile for compresskv.", metavar="FILE"),
 )
 TEMPLATE = (
     Option(
@@ -239,11 +270,17 @@ _EXPECTED: dict[str, str] = {
 }
 
 
-def load_llm(model: str, engine: dict[str, Any], *, progress: bool = False) -> LLM:
-    """An LLM with the engine options that were given. Raises the errors of `LLM`."""
-    from minikv import LLM, CacheConfig, TierConfig
+def load_llm(
+    model: str,
+    engine: Mapping[str, Any],
+    compression: Mapping[str, Any] | None = None,
+    *,
+    progress: bool = False,
+) -> LLM:
+    """An LLM with the engine and compression options that were given. Raises the errors of `LLM`."""
+    from minikv import LLM, TierConfig
 
-    rest = dict(engine)
-    cache = CacheConfig(**{key: rest.pop(key) for key in ("kv_dtype",) if key in rest})
+    rest = {name: value for name, value in engine.items() if name != "kv_dtype"}
     tiers = TierConfig(**({"hot": rest.pop("kv_hot")} if "kv_hot" in rest else {}))
+    cache = cache_config(engine, compression or {})
     return LLM(model, cache=cache, tiers=tiers, progress=progress, **rest)

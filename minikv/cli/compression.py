@@ -1,0 +1,50 @@
+"""How the KV cache is kept, as options of a command, fields of a batch line and settings of a chat say it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from minikv.cache.budget import read_budget
+from minikv.config import CacheConfig
+
+# All of CacheConfig but what the pool fixes for every request.
+REQUEST_FIELDS = (
+    "policy",
+    "budget",
+    "sinks",
+    "recent",
+    "window",
+    "evicted",
+    "prefill",
+    "decode_slack",
+    "pinned",
+    "profile",
+)
+
+
+def cache_config(engine: Mapping[str, Any], compression: Mapping[str, Any]) -> CacheConfig:
+    """The configuration that the options of a command stand for. Raises ConfigError."""
+    fields = {name.removeprefix("kv_"): value for name, value in compression.items()}
+    if "budget" in fields:
+        fields["budget"] = read_budget(fields["budget"])
+    if "slack" in fields:
+        fields["decode_slack"] = fields.pop("slack")
+    if "kv_dtype" in engine:
+        fields["kv_dtype"] = engine["kv_dtype"]
+    return CacheConfig(**fields)
+
+
+def changed(cache: CacheConfig, fields: Mapping[str, Any]) -> CacheConfig:
+    """`cache` with some fields set. A new policy does not inherit what only another one understands.
+
+    Raises ConfigError.
+    """
+    policy = fields.get("policy", cache.policy)
+    dropped: dict[str, Any] = {}
+    if policy == "full":
+        dropped |= {"budget": None, "decode_slack": None, "prefill": "exact"}
+    if "compresskv" not in str(policy):
+        dropped |= {"profile": None}
+    return dataclasses.replace(cache, **{**dropped, **fields})
