@@ -103,7 +103,9 @@ def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _pack(codes: Tensor, scales: Tensor) -> Any:
     zero_points = torch.zeros(len(scales), dtype=torch.int64)
-    quantised = torch.ops.aten._make_per_channel_quantized_tensor(codes, scales, zero_points, 0)
+    # Not through torch.ops: its warning would go straight to stderr, where nothing can silence it.
+    make = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
+    quantised = make(codes, scales, zero_points, 0)
     return torch.ops.quantized.linear_prepack(quantised, None)
 
 
