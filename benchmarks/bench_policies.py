@@ -7,7 +7,7 @@ The time is that of scoring and dropping, by the processor's clock; what recordi
 is computed is not in it, on either side.
 
 Usage: python benchmarks/bench_policies.py [--samples N] [--length N] [--budgets X,X] [--methods A,B]
-       [--agnostic] [--model NAME] [--threads N] [--json]
+       [--tasks A,B] [--agnostic] [--model NAME] [--threads N] [--json]
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from minikv.threads import default_threads
 from policy_sides import Answer, Minikv, Setting, Side
 
 METHODS = tuple(kvpress_side.PRESSES)
+TASKS = ("needle", "fidelity")
 BUDGETS = (0.5, 0.25, 0.1, 0.05, 0.03)
 _CHECKED_TOKENS = 200
 
@@ -67,15 +68,15 @@ class Score:
     spent: Clocks
 
 
-def questions(writer: Writer, samples: int, length: int, agnostic: bool) -> Iterator[Question]:
+def questions(writer: Writer, options: argparse.Namespace) -> Iterator[Question]:
     """Per sample five needles of different formats, and the text's own continuation."""
-    for seed in range(samples):
-        haystack = writer.write("mixed", length, seed)
+    for seed in range(options.samples):
+        haystack = writer.write("mixed", options.length, seed)
         for number, dialogue in enumerate(haystack.dialogues):
             (turn, *more) = dialogue.turns
             task = dialogue.tasks[-1]
-            if task in ("needle", "fidelity") and turn.gold and not more:
-                yield _question(task, f"{seed}.{number}", haystack.ids, turn, agnostic)
+            if task in options.tasks and turn.gold and not more:
+                yield _question(task, f"{seed}.{number}", haystack.ids, turn, options.agnostic)
 
 
 def _question(task: str, sample: str, haystack: Sequence[int], turn: Turn, agnostic: bool) -> Question:
@@ -187,7 +188,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     theirs = kvpress_side.KVPress(open_model(resolve_model(options.model)), options.window)
     tokenizer = ours.probe.tokenizer
     writer = Writer(tokenizer, Prose(reference_prose(), tokenizer))
-    asked = list(questions(writer, options.samples, options.length, options.agnostic))
+    asked = list(questions(writer, options))
     theirs.check(asked[0].context[:_CHECKED_TOKENS], settings)
     scores: dict[str, list[Score]] = {ours.name: [], theirs.name: []}
     begin = time.perf_counter()
@@ -214,12 +215,14 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--budgets", type=_list_of(float), default=BUDGETS)
     parser.add_argument("--methods", type=_list_of(str), default=METHODS, help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--tasks", type=_list_of(str), default=TASKS, help=f"of {', '.join(TASKS)}")
     parser.add_argument("--agnostic", action="store_true", help="compress before the question is known")
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if unknown := [method for method in options.methods if method not in METHODS]:
-        parser.error(f"there is no press for {', '.join(unknown)}")
+    for name, known in (("methods", METHODS), ("tasks", TASKS)):
+        if unknown := set(getattr(options, name)) - set(known):
+            parser.error(f"--{name} knows {', '.join(known)}, not {', '.join(sorted(unknown))}")
     return options
 
 

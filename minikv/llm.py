@@ -75,7 +75,7 @@ class LLM:
     cache: how KV entries are stored and which are kept; each request may keep its own way.
     tiers: the byte ceilings of the tiers.
     device: `auto` or `cpu`. backend: `auto`, `cpu` (compiled), `torch` or `reference`.
-    weights: `auto` keeps what the file has; `q4`, `q8`, `bf16`, `f32` convert (compiled kernels).
+    weights: `auto` keeps what the file has; `q4`, `q8`, `bf16`, `f32` convert (`torch`: `q8`, `f32`).
     max_context: tokens of one sequence that may be held; None is the model's own limit.
     max_seqs: sequences that hold KV at once. prefill_chunk, max_batch_tokens: rows per step.
     threads: compute threads; None is one per physical core that the process may use.

@@ -89,8 +89,7 @@ class Recorder:
         chosen = torch.arange(heads).expand(layers, heads) if evidence.heads is None else evidence.heads
         self._heads = chosen.sort(dim=1).values
         self._all_heads = evidence.heads is None
-        self._queries = torch.empty(layers, self._heads.shape[1], 0, config.head_dim)
-        self._positions = torch.empty(0, dtype=torch.int64)
+        self._latest: list[tuple[Tensor, Tensor]] = []  # positions and queries of the last rows that count
         self._moments = _Moments(layers, heads, config.head_dim) if evidence.query_statistics else None
         self._surprisal = torch.empty(0)
 
@@ -122,9 +121,9 @@ class Recorder:
         rows = counted.nonzero().squeeze(1)
         if window and len(rows):
             recent = rows[-window:]
-            queries = self._of_wanted_heads(captured.index_select(1, recent))
-            self._queries = torch.cat((self._queries, queries), dim=2)[:, :, -window:]
-            self._positions = torch.cat((self._positions, positions[recent]))[-window:]
+            self._latest.append((positions[recent], self._of_wanted_heads(captured.index_select(1, recent))))
+            if len(self._latest) > 4 * window:  # a decoding sequence brings one row at a time
+                self._latest = [self._window()]
         if self._moments is not None:
             rows = rows[self._sampled(positions[rows])]
             lengths = None if lengths is None else lengths[rows]
@@ -157,18 +156,19 @@ class Recorder:
     def copy(self) -> Recorder:
         """An independent copy."""
         other = copy.copy(self)
+        other._latest = list(self._latest)
         other._surprisal = self._surprisal.clone()
         other._moments = None if self._moments is None else self._moments.copy()
         return other
 
     def result(self) -> Recorded:
         """What has been recorded so far."""
-        has_window = len(self._positions) > 0
+        positions, queries = self._window() if self._latest else (None, None)
         mean, covariance = (None, None) if self._moments is None else self._moments.result()
         return Recorded(
-            queries=self._queries if has_window else None,
-            query_heads=self._heads if has_window else None,
-            query_positions=self._positions if has_window else None,
+            queries=queries,
+            query_heads=self._heads if self._latest else None,
+            query_positions=positions,
             mean=mean,
             covariance=covariance,
             surprisal=self._surprisal if self.evidence.surprisal else None,
@@ -177,6 +177,12 @@ class Recorder:
     def _counted(self, positions: Tensor) -> Tensor:
         counted = (positions >= self.content.start) & (positions < self.content.stop)
         return counted if self.resumes is None else counted | (positions >= self.resumes)
+
+    def _window(self) -> tuple[Tensor, Tensor]:
+        """Positions [W] and queries [layers, k, W, head_dim] of the last rows that count."""
+        window = self.evidence.window
+        positions = torch.cat([positions for positions, _ in self._latest])[-window:]
+        return positions, torch.cat([queries for _, queries in self._latest], dim=2)[:, :, -window:]
 
     def _sampled(self, positions: Tensor) -> Tensor:
         return (positions >= _UNLIKE_OTHERS) & (positions % self._stride == 0)

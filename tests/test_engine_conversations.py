@@ -1,12 +1,14 @@
-"""Conversations whose lanes are compressed: what each turn goes on from, and what they may hold."""
+"""Conversations under compression: the next turn goes on from what was kept, and can be computed again."""
 
 from __future__ import annotations
 
 import pytest
-from compression_tools import LANES, PAGE_BYTES, check_ceiling, keep, pages, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keeping import LANES, PAGE_BYTES, check_ceiling, keep, pages, run
 from tiny import Collector, drain, greedy, hot_bytes, prompt, tiny_decoder, tiny_engine
 
-from minikv.config import TierConfig
+from minikv.config import CacheConfig, TierConfig
 from minikv.scheduler.request import Lanes
 
 
@@ -126,3 +128,73 @@ def test_forty_turns_under_a_byte_budget_never_pass_it_and_without_a_policy_the_
     tokens, event = run(engine, prompt(15), None, greedy(100), lanes=lanes)
     assert (event.reason, len(tokens)) == ("context", 10)
     assert "--kv-policy" in event.message
+
+
+# Random schedules
+
+SMALL = tiny_decoder(num_layers=1)
+budgets = st.one_of(
+    st.floats(0.01, 1.0), st.integers(1, 40), st.integers(2, 30).map(lambda n: f"{n * PAGE_BYTES}B")
+)
+caches = st.one_of(
+    st.none(),
+    st.builds(
+        CacheConfig,
+        policy=st.sampled_from(["window", "snapkv", "adakv", "expected", "compresskv"]),
+        budget=budgets,
+        sinks=st.integers(0, 4),
+        recent=st.integers(0, 6),
+        window=st.integers(1, 8),
+        prefill=st.sampled_from(["exact", "streaming"]),
+        decode_slack=st.sampled_from([None, None, 1, 7]),
+    ),
+)
+commands = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 60), st.integers(1, 12), st.sampled_from([1, 1, 2]), caches),
+        st.tuples(st.just("turn"), st.integers(1, 20), st.integers(1, 6), st.integers(0, 1), caches),
+        st.tuples(st.just("step"), st.integers(1, 4)),
+        st.tuples(st.just("abort"), st.integers(0, 30)),
+        st.tuples(st.just("preempt"), st.integers(0, 3)),
+    ),
+    max_size=12,
+)
+
+
+@given(commands, st.integers(6, 40), st.sampled_from([3, 8, 64]), st.integers(1, 4))
+@settings(max_examples=60)
+def test_random_schedules_under_policies_end_with_all_pages_free(schedule, pool, chunk, max_seqs):
+    engine = tiny_engine(
+        SMALL,
+        tiers=TierConfig(hot=hot_bytes(pool * 2)),
+        prefill_chunk=chunk,
+        max_batch_tokens=max(chunk, max_seqs),
+        max_seqs=max_seqs,
+    )
+    collector, added = Collector(), []
+    conversations = [(Lanes(), []), (Lanes(), [])]
+    for command in schedule:
+        match command:
+            case ("add", length, tokens, n, cache):
+                added += engine.add(prompt(length, seed=len(added)), greedy(tokens, n=n), cache=cache)
+            case ("turn", length, tokens, which, cache):
+                lanes, history = conversations[which]
+                if not lanes.busy:
+                    history += prompt(length, seed=len(added))
+                    added += engine.add(history, greedy(tokens), lanes=lanes, cache=cache)
+            case ("step", count):
+                for _ in range(count):
+                    collector.take(engine.step())
+            case ("abort", which) if added:
+                engine.abort(added[which % len(added)])
+            case ("preempt", which) if engine.scheduler.running:
+                running = engine.scheduler.running
+                engine.scheduler._preempt(running[which % len(running)], {})
+    drain(engine, collector)
+    for lanes, _ in conversations:
+        engine.release(lanes)
+    engine.store.check()
+    assert set(collector.finished) == set(added)
+    assert engine.store.pool.bytes_in_use == 0
+    messages = [e.message for e in collector.finished.values() if e.reason == "error"]
+    assert all("pool" in message for message in messages), messages

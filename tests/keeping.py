@@ -1,15 +1,18 @@
-"""What the tests of compression in the engine share."""
+"""Cache configurations and runs of them on the tiny model, for tests of compression in the engine."""
 
 from __future__ import annotations
 
-from tiny import TINY, Collector, drain, greedy, tiny_engine
+from tiny import TINY, Collector, drain, greedy, prompt, tiny_engine
 
+from minikv.cache.policies.registry import POLICY_NAMES
 from minikv.config import CacheConfig
 from minikv.scheduler.request import Lanes
 
+POLICIES = tuple(name for name in POLICY_NAMES if name != "full")
 LANES = TINY.num_layers * TINY.num_kv_heads
 PAGE = 4
 PAGE_BYTES = PAGE * (2 * 16 * 4 + 8)
+PROMPTS = [prompt(n, seed=n) for n in (90, 47, 64, 120, 33, 75, 101)]
 
 
 def keep(policy="snapkv", budget=0.3, **options) -> CacheConfig:
