@@ -109,10 +109,8 @@ def main() -> None:
             for work, f in figures.items()
             if isinstance(f, dict)
         ]
-        held = f"KV {figures['kv_bytes'] / 2**20:.1f} of {figures['full_bytes'] / 2**20:.1f} MiB"
-        print(
-            f"{name:12}  prefill seconds with / without: {cells[0]}; decode speed with / without: {cells[1]}; {held}"
-        )
+        print(f"{name}: prefill seconds with / without, {cells[0]}; decode speed with / without, {cells[1]};")
+        print(f"    KV {figures['kv_bytes'] / 2**20:.1f} of {figures['full_bytes'] / 2**20:.1f} MiB")
 
 
 if __name__ == "__main__":
