@@ -187,8 +187,8 @@ class Engine:
         now = time.perf_counter()
         for item in plan:
             item.request.started = item.request.started or now
-        plan = [self._with_capture(item) for item in plan]
         try:
+            plan = [self._with_capture(item) for item in plan]
             logits, likeliest = self._forward(plan)
         except Exception as error:
             _LOG.debug("a step failed", exc_info=True)

@@ -257,6 +257,16 @@ def test_more_pinned_tokens_than_the_budget_stay_and_the_request_still_ends(deco
         assert set(range(20, 60)) <= set(lane.tolist())
 
 
+def test_a_budget_of_one_entry_and_one_of_the_whole_context_are_told_apart(decoder):
+    engine = tiny_engine(decoder)
+    held = []
+    for budget in (1.0, 1, 1.0):
+        _, event = run(engine, PROMPTS[0], keep("snapkv", budget), greedy(1))
+        held.append(event.request.kv_bytes / event.request.full_kv_bytes)
+    assert held[0] == held[2] == 1.0
+    assert held[1] < 0.1
+
+
 # What cannot be
 
 

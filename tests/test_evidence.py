@@ -225,3 +225,16 @@ def test_the_next_turn_goes_on_and_fills_a_short_window_with_rows_of_the_turn_be
     second = first.continued(range(40, 43), None, False)
     run.feed(prompt(60), second, [20])
     assert second.result().query_positions.tolist() == [28, 29, 40, 41, 42]
+
+
+def test_what_is_taken_back_leaves_the_window_and_the_surprisal():
+    run = Run(None)
+    recorder = run.recorder(Evidence(window=5, surprisal=True), range(60))
+    run.feed(prompt(60), recorder, chunked(7))
+    recorder.forget(57)
+    found = recorder.result()
+    assert found.query_positions.tolist() == [55, 56]
+    assert found.queries.shape[2] == 2
+    assert len(found.surprisal) == 57
+    recorder.forget(3)
+    assert recorder.result().queries is None

@@ -65,7 +65,9 @@ def read_budget(text: str) -> float | int | str:
     """A budget typed as text, in the form that the configuration takes: `0.1`, `256` or `64MiB`."""
     typed = text.strip()
     if re.fullmatch(r"[+-]?\d+", typed):
-        value: float | int | str = int(typed) if len(typed) < 20 else typed
+        if len(typed) > 18:
+            raise ConfigError(f"budget must be {_FORMS}, not {shown(typed)}.")
+        value: float | int | str = int(typed)
     elif _PLAIN_NUMBER.fullmatch(typed):
         value = float(typed)
     else:

@@ -27,10 +27,13 @@ class Ceiling:
         pool = store.pool
         pages = min(budget.pages(pool.page_bytes), pool.num_pages)
         ceiling = cls(pages, pool.page_size, store.num_lanes, pool.page_bytes)
-        if pages < store.num_lanes:
+        # A lane of one entry would have no room for the next token.
+        least = store.num_lanes * (2 if pool.page_size == 1 else 1)
+        if pages < least:
             raise ConfigError(
                 f"A budget of {format_size(budget.amount)} is too little for this model, which needs at "
-                f"least {format_size(store.num_lanes * pool.page_bytes)}: a page in each of its lanes."
+                f"least {format_size(least * pool.page_bytes)}: {least // store.num_lanes} "
+                f"page{'s' if least > store.num_lanes else ''} in each of its lanes."
             )
         return ceiling
 

@@ -139,6 +139,17 @@ class Recorder:
             self._surprisal = torch.cat((self._surprisal, torch.full((missing,), torch.nan)))
         self._surprisal[first_position : first_position + len(values)] = values
 
+    def forget(self, position: int) -> None:
+        """Drop what was recorded of tokens from `position` on, which are taken back. They stay in the
+        statistics: one reply among all the tokens of a conversation."""
+        kept = [(positions, positions < position) for positions, _ in self._latest]
+        self._latest = [
+            (positions[keep], queries[:, :, keep])
+            for (positions, keep), (_, queries) in zip(kept, self._latest, strict=True)
+            if keep.any()
+        ]
+        self._surprisal = self._surprisal[:position]
+
     def extended(self, content: range) -> Recorder:
         """An independent copy that goes on with a longer content range."""
         assert content.start == self.content.start and content.stop >= self.content.stop

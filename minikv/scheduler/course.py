@@ -138,6 +138,9 @@ class Course:
     def cut(self, num_tokens: int) -> None:
         """Forget all that happened after the first `num_tokens` tokens."""
         self.turns = [turn for turn in self.turns if turn.start < num_tokens]
+        for turn in self.turns:
+            if turn.recorder is not None:
+                turn.recorder.forget(num_tokens)
         self.compressions = [
             c for c in self.compressions if c.num_tokens <= num_tokens and c.turn in self.turns
         ]

@@ -120,16 +120,18 @@ class Retentions:
         self._config = config
         self._model = model
         self._find_profile = find_profile
-        self._made: dict[CacheConfig, Retention] = {}
+        self._made: dict[tuple[CacheConfig, type], Retention] = {}
 
     def get(self, cache: CacheConfig) -> Retention:
         """Raises ConfigError if entries cannot be stored as asked, or the budget cannot hold."""
-        if cache not in self._made:
+        # A budget of 1.0, the whole context, equals one of 1, a single entry per lane.
+        key = (cache, type(cache.budget))
+        if key not in self._made:
             self._check_storage(cache)
             if len(self._made) >= _MOST_KEPT:
-                self._made.clear()
-            self._made[cache] = self._make(cache)
-        return self._made[cache]
+                del self._made[next(iter(self._made))]
+            self._made[key] = self._make(cache)
+        return self._made[key]
 
     def _make(self, cache: CacheConfig) -> Retention:
         policy = None

@@ -52,9 +52,6 @@ static inline F8 f8_load_as(const BFloat* p) {
 static inline F8 f8_load_as(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)))};
 }
-static inline void f8_store_as(Half* p, F8 a) {
-  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
-}
 static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 static inline void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
@@ -102,9 +99,6 @@ static inline F8 f8_load_as(const int8_t* p) {
   const int16x8_t h = vmovl_s8(vld1_s8(p));
   return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(h))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(h)))};
 }
-static inline void f8_store_as(Half* p, F8 x) {
-  vst1q_f16((__fp16*)p, vcombine_f16(vcvt_f16_f32(x.a), vcvt_f16_f32(x.b)));
-}
 static inline void prefetch(const void* p) { __builtin_prefetch(p); }
 static inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
@@ -146,9 +140,6 @@ static inline F8 f8_load_as(const float* p) { return f8_load(p); }
 static inline F8 f8_load_as(const Half* p) { MKV_EACH(half_to_float(p[i].bits)); }
 static inline F8 f8_load_as(const BFloat* p) { MKV_EACH(bfloat_to_float(p[i].bits)); }
 static inline F8 f8_load_as(const int8_t* p) { MKV_EACH((float)p[i]); }
-static inline void f8_store_as(Half* p, F8 a) {
-  for (int i = 0; i < 8; i++) p[i].bits = float_to_half(a.v[i]);
-}
 static inline void prefetch(const void*) {}
 static inline void prefetch_far(const void*) {}
 #undef MKV_EACH
