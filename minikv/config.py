@@ -120,6 +120,11 @@ class CacheConfig:
             raise ConfigError(f"profile is read by compresskv only, not by policy {self.policy}.")
 
     @property
+    def too_short(self) -> int:
+        """Tokens of which nothing is dropped, unless the budget is in bytes: there is nothing to judge by."""
+        return self.sinks + self.window
+
+    @property
     def limit(self) -> Budget | None:
         """The budget in its parsed form; None with policy `full`."""
         return None if self.budget is None else parse_budget(self.budget)

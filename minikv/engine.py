@@ -165,6 +165,10 @@ class Engine:
             if request.state is State.RUNNING:
                 self._compress_if_due(request)
         self.scheduler.overfull.clear()
+        for request in self.scheduler.answerable:
+            assert request.prompt_logits is not None
+            request.started = request.started or time.perf_counter()
+            self._sample([request], request.prompt_logits.unsqueeze(0).clone(), None)
         if plan:
             self._compute(plan)
         if self.config.debug_checks:
@@ -267,7 +271,11 @@ class Engine:
         rows = list(range(len(requests)))
         everyone = list(requests)
         for row, leader in enumerate(requests):
-            if leader.num_output == 0 and leader.params.n > 1:
+            if leader.num_output:
+                continue
+            if leader.lanes is not None and leader.course.compressions:
+                leader.prompt_logits = logits[row].clone()
+            if leader.params.n > 1:
                 started = self.scheduler.fork_siblings(leader)
                 everyone += started
                 rows += [row] * len(started)

@@ -213,6 +213,27 @@ def test_the_budget_in_entries_bounds_a_streaming_prompt_to_budget_and_chunk(dec
         assert int(engine.store.lengths.sum()) <= (20 + 16) * LANES
 
 
+@pytest.mark.parametrize("ranges", [((0, 60),), ((10, 40), (30, 70), (100, 500)), ()])
+@pytest.mark.parametrize("window", [6, 50])
+def test_a_streaming_prompt_is_admitted_with_what_it_comes_to_hold(decoder, ranges, window):
+    engine = tiny_engine(decoder, prefill_chunk=16)
+    cache = keep("snapkv", 20, prefill="streaming", window=window)
+    engine.add(PROMPTS[3], greedy(1), cache=cache, pinned=ranges)
+    peak, admitted = 0, None
+    while engine.has_work:
+        engine.step()
+        peak = max(peak, engine.store.pages_of(0))
+        for request in engine.scheduler.running:
+            admitted = engine.scheduler.most_pages(request)
+    assert peak <= admitted < engine.store.pages_for(len(PROMPTS[3]))
+
+
+def test_a_recent_window_longer_than_the_prompt_gives_way_to_the_budget(decoder):
+    positions = kept_positions(decoder, PROMPTS[0], keep("snapkv", 10, recent=500))
+    assert (positions >= 0).sum() == 10 * LANES
+    assert set(positions[0, 0].tolist()) == {0, 1, *range(len(PROMPTS[0]) - 8, len(PROMPTS[0]))}
+
+
 def test_a_streaming_prompt_larger_than_the_pool_runs(decoder):
     hot = hot_bytes(12 * LANES)
     engine = tiny_engine(decoder, tiers=TierConfig(hot=hot), prefill_chunk=16)

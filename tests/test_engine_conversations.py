@@ -78,14 +78,71 @@ def test_a_reclaimed_conversation_is_computed_again_along_its_course(decoder):
     assert collector.tokens[request] == expected[3]
 
 
-def test_a_conversation_that_departs_from_its_past_goes_on_from_what_is_left(decoder):
+CACHES = [
+    keep("snapkv", 16),
+    keep("adakv", 0.4, decode_slack=3),
+    keep("expected", 14, prefill="streaming"),
+    keep("compresskv", pages(3 * LANES), prefill="streaming", sinks=1, recent=2),
+]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("shared", [0, 6])
+def test_a_turn_put_in_the_place_of_others_is_answered_as_if_they_had_never_been(decoder, cache, shared):
+    engine, lanes = tiny_engine(decoder), Lanes()
+    said, _, _ = turns(engine, cache, count=1, lanes=lanes)
+    past = prompt(23, seed=100) + said[0]
+    question = prompt(23, seed=101)[:shared] + prompt(20, seed=9)
+    fresh, _ = run(engine, past + question, cache, greedy(9), lanes=lanes)
+
+    engine = tiny_engine(decoder)
+    _, _, lanes = turns(engine, cache, count=3)
+    tokens, _ = run(engine, past + question, cache, greedy(9), lanes=lanes)
+    assert tokens == fresh
+    assert len(lanes.token_ids) == len(past + question) + 8
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_turn_that_was_taken_back_within_its_prompt_leaves_no_trace(decoder, cache):
+    expected, _, _ = turns(tiny_engine(decoder, prefill_chunk=8), cache, count=2)
+    engine, lanes = tiny_engine(decoder, prefill_chunk=8), Lanes()
+    said, _, _ = turns(engine, cache, count=1, lanes=lanes)
+    history = prompt(23, seed=100) + said[0]
+    (request,) = engine.add(history + prompt(60, seed=7), greedy(9), lanes=lanes, cache=cache)
+    for _ in range(4):
+        engine.step()
+    engine.abort(request)
+    drain(engine)
+    tokens, _ = run(engine, history + prompt(23, seed=101), cache, greedy(9), lanes=lanes)
+    assert tokens == expected[1]
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_question_asked_again_gets_the_same_answer(decoder, cache, preempted):
+    engine = tiny_engine(decoder)
+    said, requests, lanes = turns(engine, cache, count=3)
+    asked = requests[-1].tokens[: requests[-1].num_prompt]
+    for _ in range(2):
+        (request,) = engine.add(asked, greedy(9), lanes=lanes, cache=cache)
+        collector = Collector()
+        collector.take(engine.step())
+        collector.take(engine.step())
+        if preempted:
+            engine.scheduler._preempt(engine.scheduler.running[0], {})
+        drain(engine, collector)
+        assert collector.tokens[request] == said[-1]
+
+
+def test_a_question_asked_again_computes_no_token_of_its_prompt(decoder):
     engine, cache = tiny_engine(decoder), keep("snapkv", 16)
-    _, _, lanes = turns(engine, cache)
-    other = [*lanes.token_ids[:50], *prompt(20, seed=9)]
-    tokens, event = run(engine, other, cache, lanes=lanes)
-    assert event.request.num_reused == 50
-    assert len(tokens) == 12
-    assert int(engine.store.positions(lanes.seq).max()) == len(other) + 12 - 2
+    _, requests, lanes = turns(engine, cache, count=2)
+    asked = requests[-1].tokens[: requests[-1].num_prompt]
+    _, event = run(engine, asked, cache, greedy(9), lanes=lanes)
+    assert event.request.num_reused == len(asked)
+    # Under another policy it is another question.
+    _, event = run(engine, asked, keep("window", 16), greedy(9), lanes=lanes)
+    assert event.request.num_reused == 0
 
 
 def test_a_lower_ceiling_in_a_later_turn_is_held_from_its_first_step(decoder):
@@ -153,6 +210,7 @@ commands = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(1, 60), st.integers(1, 12), st.sampled_from([1, 1, 2]), caches),
         st.tuples(st.just("turn"), st.integers(1, 20), st.integers(1, 6), st.integers(0, 1), caches),
+        st.tuples(st.just("again"), st.integers(0, 1), st.integers(1, 6), st.integers(0, 25), caches),
         st.tuples(st.just("step"), st.integers(1, 4)),
         st.tuples(st.just("abort"), st.integers(0, 30)),
         st.tuples(st.just("preempt"), st.integers(0, 3)),
@@ -181,6 +239,12 @@ def test_random_schedules_under_policies_end_with_all_pages_free(schedule, pool,
                 lanes, history = conversations[which]
                 if not lanes.busy:
                     history += prompt(length, seed=len(added))
+                    added += engine.add(history, greedy(tokens), lanes=lanes, cache=cache)
+            case ("again", which, tokens, dropped, cache):
+                # The same question, another in its place, or one that cuts into what was said before.
+                lanes, history = conversations[which]
+                del history[max(1, len(history) - dropped) :]
+                if history and not lanes.busy:
                     added += engine.add(history, greedy(tokens), lanes=lanes, cache=cache)
             case ("step", count):
                 for _ in range(count):

@@ -110,7 +110,7 @@ class Compressor:
             capacity = ceiling.per_lane - room
         else:
             total = limit.entries(of_tokens or num_tokens, self.store.num_lanes)
-            fits = total >= int(lengths.sum()) or num_tokens <= cache.sinks + max(cache.recent, cache.window)
+            fits = total >= int(lengths.sum()) or num_tokens <= cache.too_short
             capacity = total // self.store.num_lanes
         if fits:
             return valid

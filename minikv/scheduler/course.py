@@ -36,6 +36,13 @@ class Turn:
     pinned: Ranges = ()
     recorder: Recorder | None = None
 
+    def asks_the_same(self, other: Turn) -> bool:
+        """Whether both are the same but for what was recorded."""
+        return all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("retention", "start", "num_prompt", "content", "pinned")
+        )
+
 
 @dataclass(frozen=True)
 class Compression:
@@ -134,6 +141,19 @@ class Course:
         self.done = 0
         for turn in self.turns:
             turn.recorder = None
+
+    def knows_more_than(self, num_tokens: int) -> bool:
+        """Whether what the lanes hold of the first `num_tokens` tokens, or what will be dropped of it,
+        depends on tokens after them."""
+        return any(c.num_tokens > num_tokens for c in self.compressions[: self.done]) or any(
+            turn.recorder is not None and turn.recorder.evidence.query_statistics for turn in self.turns
+        )
+
+    def start_of_question(self, num_tokens: int) -> int:
+        """`num_tokens`, or where a compressed turn began whose prompt goes on after them: another prompt in
+        its place is to be judged by as a whole."""
+        turn = next((t for t in self.turns if t.start < num_tokens < t.num_prompt), None)
+        return num_tokens if turn is None or turn.retention.keeps_all else turn.start
 
     def cut(self, num_tokens: int) -> None:
         """Forget all that happened after the first `num_tokens` tokens."""

@@ -1,9 +1,11 @@
-"""A request and the lanes it may leave behind: token ids and counters, no text and no tensors."""
+"""A request and the lanes it may leave behind: token ids and counters, no text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+
+from torch import Tensor
 
 from minikv.cache.compress import Ranges
 from minikv.results import FinishReason, TokenLogprob
@@ -27,13 +29,15 @@ class Lanes:
     `seq` is the open sequence, or None when it was never filled or has been reclaimed for others:
     the tokens are then computed again, along the same `course`. `token_ids` are the tokens whose keys
     and values were kept, `pages` how many pages they took; all are empty while a request uses the lanes
-    (`busy`). Abandoned lanes are freed by the next step.
+    (`busy`). `prompt_logits` are those that the last reply began with, kept where lanes were compressed:
+    what they were computed from is gone. Abandoned lanes are freed by the next step.
     """
 
     seq: int | None = None
     token_ids: list[int] = field(default_factory=list)
     course: Course = field(default_factory=Course)
     pages: int = 0
+    prompt_logits: Tensor | None = None
     busy: bool = False
     abandoned: bool = False
 
@@ -45,7 +49,8 @@ class Request:
     Two counters say everything: `tokens` (prompt and output) and `num_computed`, how many of them
     have keys and values in the lanes, or had before compression. The last sampled token has none
     until the next step. `course` is empty until the request is first admitted; `past_pages` were held by
-    the lanes that it went on from.
+    the lanes that it went on from. A request that `repeats` asks for another reply to the last turn of its
+    lanes.
     """
 
     id: int
@@ -63,6 +68,8 @@ class Request:
     num_computed: int = 0
     num_reused: int = 0
     past_pages: int = 0
+    repeats: bool = False
+    prompt_logits: Tensor | None = None
     seq: int | None = None
     state: State = State.WAITING
     started: float | None = None
@@ -89,9 +96,17 @@ class Request:
 
     def begin(self, start: int) -> None:
         """Begin the turn whose first row is at `start`, as a further one of `course`."""
+        self.course.turns.append(self._turn(start))
+
+    def is_last_turn_of(self, course: Course) -> bool:
+        """Whether `course` would be the same if it had come to this prompt, and was compressed on the way."""
+        last = course.turns[-1] if course.compressions else None
+        return last is not None and last.asks_the_same(self._turn(last.start))
+
+    def _turn(self, start: int) -> Turn:
         end = self.num_prompt if self.content_end is None else min(self.content_end, self.num_prompt)
         content = range(start, end if end > start else self.num_prompt)
-        self.course.turns.append(Turn(self.retention, start, self.num_prompt, content, self.pinned))
+        return Turn(self.retention, start, self.num_prompt, content, self.pinned)
 
     @property
     def waits_for_leader(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from minikv.cache.ceiling import Ceiling
+from minikv.cache.compress import Ranges
 from minikv.cache.lanes import LaneStore
 from minikv.cache.policies.base import Evidence, Policy
 from minikv.cache.policies.profile import HeadProfile
@@ -97,19 +98,32 @@ class Retention:
         assert self.slack is not None
         return self.stride if num_computed < num_prompt else self.slack
 
-    def most_pages(self, num_prompt: int) -> int | None:
-        """Pages that a prompt of `num_prompt` tokens never passes while it streams; None without a bound."""
+    def most_pages(self, num_prompt: int, pinned: Ranges) -> int | None:
+        """Pages that a prompt of `num_prompt` tokens never passes while it streams; None without a bound.
+        pinned: its ranges besides those of the configuration."""
         if not self.streaming or self.keeps_all:
             return None
         if self.ceiling is not None:
             return self.ceiling.max_pages
-        entries = self._entries(num_prompt) + (self.stride + self.page_size) * self.num_lanes
+        whole = max(min(num_prompt, self.cache.too_short), _num_pinned((*self.cache.pinned, *pinned), num_prompt))
+        kept = max(self._entries(num_prompt), whole * self.num_lanes)
+        entries = kept + (self.stride + self.page_size) * self.num_lanes
         return -(-entries // self.page_size)
 
     def _entries(self, num_tokens: int) -> int:
         limit = self.cache.limit
         assert limit is not None
         return limit.entries(num_tokens, self.num_lanes)
+
+
+def _num_pinned(ranges: Ranges, num_tokens: int) -> int:
+    """Tokens of the first `num_tokens` in any of the ranges, which may overlap."""
+    count = reached = 0
+    for start, end in sorted(ranges):
+        start, end = max(start, reached), min(end, num_tokens)
+        count += max(0, end - start)
+        reached = max(reached, end)
+    return count
 
 
 class Retentions:

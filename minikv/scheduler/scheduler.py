@@ -52,6 +52,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def answerable(self) -> list[Request]:
+        """Running requests whose next token needs no row: its logits are known."""
+        return [request for request in self.running if not request.num_remaining]
+
     def add(self, request: Request) -> None:
         """Queue a request; its prompt must fit the pool alone."""
         bisect.insort(self.waiting, request, key=lambda r: r.id)
@@ -101,6 +106,7 @@ class Scheduler:
             if seq is not None and keep_lanes:
                 lanes.seq, lanes.token_ids = seq, request.tokens[: request.num_computed]
                 lanes.course, lanes.pages = request.course, self.store.pages_of(seq)
+                lanes.prompt_logits = request.prompt_logits
                 lanes.course.stop(request.num_computed)
                 self.idle.append(lanes)
                 return
@@ -110,7 +116,7 @@ class Scheduler:
     def release(self, lanes: Lanes) -> None:
         """Free idle lanes and forget how they came to be."""
         self._give_up(lanes)
-        lanes.token_ids, lanes.course, lanes.pages = [], Course(), 0
+        _forget(lanes)
 
     def fork_siblings(self, leader: Request) -> list[Request]:
         """Start the waiting siblings (n > 1) of a request whose prompt is computed on copies of its
@@ -170,8 +176,11 @@ class Scheduler:
             else:
                 request.seq = self.store.open()
             request.course, request.past_pages = lanes.course, lanes.pages
-            lanes.token_ids, lanes.course, lanes.pages = [], Course(), 0
-            request.begin(past)
+            if request.repeats:
+                request.prompt_logits = lanes.prompt_logits
+            else:
+                request.begin(past)
+            _forget(lanes)
         else:
             request.seq = self.store.open()
             request.begin(0)
@@ -206,7 +215,7 @@ class Scheduler:
         if lanes is None or lanes.seq is None:
             return self.most_pages(request)
         missing = self.store.pages_missing(lanes.seq, len(request.tokens) - len(lanes.token_ids))
-        bound = request.retention.most_pages(request.num_prompt)
+        bound = request.retention.most_pages(request.num_prompt, request.pinned)
         return missing if bound is None else min(missing, max(0, bound - self.store.pages_of(lanes.seq)))
 
     def _pages_ahead(self, request: Request) -> int:
@@ -229,23 +238,30 @@ class Scheduler:
         bound = self.store.pages_for((len(request.tokens) if keeps_all else request.num_prompt) - start)
         if past:
             bound += past + self.store.num_lanes
-        streaming = request.retention.most_pages(request.num_prompt)
+        streaming = request.retention.most_pages(request.num_prompt, request.pinned)
         if streaming is not None:
             bound = min(bound, streaming)
         return max(course.peak, min(bound, everything))
 
     def _cut_to_common_prefix(self, request: Request) -> None:
-        """Cut a conversation's idle lanes back to the tokens that they share with the request."""
+        """Cut a conversation's idle lanes back to the tokens that they share with the request. What was
+        compressed for the sake of tokens that are gone is computed again."""
         lanes = request.lanes
         if lanes is None or not lanes.token_ids:
             return
-        # The last token is always computed: its logits are wanted.
-        common = _common_prefix(lanes.token_ids, request.tokens[:-1])
+        common = _common_prefix(lanes.token_ids, request.tokens)
         if self.reuse_limit is not None and request.num_prompt > self.reuse_limit:
             common = 0
+        request.repeats = common == request.num_prompt and request.is_last_turn_of(lanes.course)
+        if not request.repeats:
+            # The last token is always computed: its logits are wanted.
+            common = lanes.course.start_of_question(min(common, request.num_prompt - 1))
         if common == len(lanes.token_ids):
             return
-        if lanes.seq is not None:
+        if lanes.course.knows_more_than(common):
+            self._give_up(lanes)
+            lanes.course.restart()
+        elif lanes.seq is not None:
             self.store.truncate(lanes.seq, common)
         del lanes.token_ids[common:]
         lanes.course.cut(common)
@@ -281,7 +297,7 @@ class Scheduler:
         if lanes.course.compressions:
             lanes.course.restart()
         else:
-            lanes.token_ids, lanes.course, lanes.pages = [], Course(), 0
+            _forget(lanes)
         self.num_reclaimed += 1
 
     def _give_up(self, lanes: Lanes) -> None:
@@ -315,6 +331,10 @@ class Scheduler:
             f"the pool has {format_size(pool.num_pages * pool.page_bytes)}; "
             f"{', '.join(fixes[:-1])} or {fixes[-1]}."
         )
+
+
+def _forget(lanes: Lanes) -> None:
+    lanes.token_ids, lanes.course, lanes.pages, lanes.prompt_logits = [], Course(), 0, None
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:
