@@ -249,7 +249,7 @@ class Engine:
             turn = due.turn
             assert turn.retention.policy is not None
             try:
-                self._compressor.compress(
+                report = self._compressor.compress(
                     seq,
                     turn.retention.policy,
                     turn.retention.cache,
@@ -263,6 +263,7 @@ class Engine:
                 _LOG.debug("a compression failed", exc_info=True)
                 self._finish(request, "error", _describe(error))
                 return False
+            request.compress_s += report.seconds
             course.take(due)
         return True
 

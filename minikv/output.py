@@ -67,13 +67,14 @@ class OutputText:
         started, first, ended = request.started, request.first_token, request.ended
         prefill = (first or ended or 0.0) - started if started is not None else 0.0
         decode = ended - first if first is not None and ended is not None else 0.0
+        timings = Timings(self._load_s, max(prefill, 0.0), max(decode, 0.0), request.compress_s)
         return Result(
             text="".join(self._text),
             token_ids=tuple(self._token_ids),
             finish_reason=reason,
             usage=Usage(request.num_prompt, len(self._token_ids), request.num_reused),
             kv=KVUsage(request.kv_bytes, request.full_kv_bytes),
-            timings=Timings(self._load_s, max(prefill, 0.0), max(decode, 0.0)),
+            timings=timings,
             message=event.message,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
         )

@@ -28,11 +28,13 @@ class KVUsage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds. `load_s` is the model load, the same for every result of one LLM."""
+    """Seconds. `load_s` is the model load, the same for every result of one LLM; `compress_s` is what
+    choosing and moving KV entries took of the other two."""
 
     load_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    compress_s: float = 0.0
 
 
 @dataclass(frozen=True)

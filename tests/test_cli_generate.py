@@ -41,7 +41,7 @@ def test_json_has_exactly_the_documented_keys(model: Path) -> None:
     assert list(out) == KEYS
     assert list(out["usage"]) == ["prompt_tokens", "completion_tokens", "reused_tokens"]
     assert list(out["kv"]) == ["bytes", "full_bytes"]
-    assert list(out["timings"]) == ["load_s", "prefill_s", "decode_s"]
+    assert list(out["timings"]) == ["load_s", "prefill_s", "decode_s", "compress_s"]
     assert out["finish_reason"] == "length"
     assert out["usage"]["completion_tokens"] == len(out["token_ids"]) == 4
 

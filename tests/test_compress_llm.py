@@ -40,6 +40,7 @@ def test_an_llm_keeps_what_its_cache_says_and_a_request_what_its_own_says(llm, k
     full, kept = llm.generate(prompt, SHORT)[0], keeping.generate(prompt, SHORT)[0]
     assert kept.kv.bytes < 0.6 * kept.kv.full_bytes
     assert full.kv.bytes == full.kv.full_bytes == kept.kv.full_bytes
+    assert full.timings.compress_s == 0 < kept.timings.compress_s < kept.timings.prefill_s
     # Not the kept bytes alone: the same tokens come out either way.
     assert llm.generate(prompt, SHORT, cache=KEEP)[0].token_ids == kept.token_ids
     assert keeping.generate(prompt, SHORT, cache=CacheConfig())[0].token_ids == full.token_ids

@@ -75,6 +75,7 @@ class Request:
     started: float | None = None
     first_token: float | None = None
     ended: float | None = None
+    compress_s: float = 0.0
     kv_bytes: int = 0
     full_kv_bytes: int = 0
 

@@ -105,7 +105,9 @@ class Retention:
             return None
         if self.ceiling is not None:
             return self.ceiling.max_pages
-        whole = max(min(num_prompt, self.cache.too_short), _num_pinned((*self.cache.pinned, *pinned), num_prompt))
+        whole = max(
+            min(num_prompt, self.cache.too_short), _num_pinned((*self.cache.pinned, *pinned), num_prompt)
+        )
         kept = max(self._entries(num_prompt), whole * self.num_lanes)
         entries = kept + (self.stride + self.page_size) * self.num_lanes
         return -(-entries // self.page_size)
