@@ -109,7 +109,8 @@ class TorchBackend:
             out[group.rows], lse[group.rows] = _decode(q[group.rows], batch, layer, group)
         for chunk in plan.chunks:
             rows = chunk.rows
-            out[rows], lse[rows] = _prefill(q[rows], k[rows], v[rows], batch, layer, chunk)
+            new_keys, new_values = k[rows].to(q.dtype), v[rows].to(q.dtype)
+            out[rows], lse[rows] = _prefill(q[rows], new_keys, new_values, batch, layer, chunk)
         return out, lse
 
 

@@ -3,6 +3,7 @@ knows neither text nor the scheduler."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from minikv.kernels.backend import AttentionBackend
 from minikv.kernels.batch import Batch
+from minikv.models.basis import Basis, FourierBasis, PlainBasis
 from minikv.models.config import ModelConfig
 from minikv.models.int8_linear import Int8Linear, activation_levels
 from minikv.models.linear import DenseLinear, Linear
@@ -21,12 +23,10 @@ from minikv.models.weights import WeightSource
 
 @dataclass
 class _Layer:
-    attention_norm: Tensor
     qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: Linear
-    mlp_norm: Tensor
     gate_up: Linear
     down: Linear
 
@@ -38,8 +38,8 @@ class Decoder:
     Source tensors are read and dropped layer by layer, so at most one layer exists twice.
 
     weights_kind: `auto` rounds the matrices that the file has quantised to 8 bits and keeps the
-    others float32, `q8` rounds all, `f32` none. A matrix with an odd number of inputs stays
-    float32, and all do where torch cannot multiply in 8 bits.
+    others float32, `q8` rounds all, `f32` none. All stay float32 in a model of odd sizes, and where
+    torch cannot multiply in 8 bits. With 8 bits, vectors are written in another basis.
     """
 
     def __init__(
@@ -54,10 +54,9 @@ class Decoder:
         self.rope = Rope(config.rope, config.head_dim)
         self.embedding = weights.embedding()
         loader = _Loader(config, weights, weights_kind)
+        self.basis = loader.basis
         self.layers = [loader.layer(index) for index in range(config.num_layers)]
-        self.norm = weights.load("model.norm.weight")
-        head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
-        self.head = loader.linear([head], None)
+        self.head = loader.head()
         # The order of attention's sums depends on how the work was arranged, and where activations
         # are rounded to 8 bits, the last bits decide which way. In float64 they do not reach that far.
         rounded = any(isinstance(matrix, Int8Linear) for matrix in self._matrices)
@@ -89,12 +88,12 @@ class Decoder:
     def output_weight(self, layer: int) -> Tensor:
         """The output projection of a layer's attention: [hidden, query_heads * head_dim] float32."""
         output = self.layers[layer].output
-        columns = output(torch.eye(self.config.num_query_heads * self.config.head_dim))
-        return (columns if output.bias is None else columns - output.bias).t()
+        columns = output(self.basis.inputs(torch.eye(self.config.num_query_heads * self.config.head_dim)))
+        return self.basis.plain(columns if output.bias is None else columns - output.bias).t()
 
     @torch.inference_mode()
     def hidden_states(self, batch: Batch) -> Tensor:
-        """Normalised last hidden states [T, hidden] float32 of every row."""
+        """Normalised last hidden states [T, width] float32 of every row, in the decoder's basis."""
         config, backend = self.config, self.backend
         heads = config.num_query_heads + 2 * config.num_kv_heads
         batch.cos, batch.sin = self.rope.cos_sin(batch.positions, batch.rope_lengths)
@@ -103,71 +102,108 @@ class Decoder:
             shape = (len(batch.capture_rows), config.num_query_heads, config.head_dim)
             batch.captured = torch.empty(config.num_layers, *shape)
         backend.plan(batch)
-        hidden = self.embedding.lookup(batch.token_ids)
+        hidden = self.basis.hidden(self.embedding.lookup(batch.token_ids))
         for index, layer in enumerate(self.layers):
-            normed = self._rms_norm(hidden, layer.attention_norm)
-            qkv = layer.qkv(normed).view(batch.num_rows, heads, config.head_dim)
+            qkv = layer.qkv(self._normalised(hidden)).view(batch.num_rows, heads, config.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
                 qkv = self._norm_heads(qkv, layer.q_norm, layer.k_norm)
             q, k, v = backend.rotate_and_write(qkv, batch, index)
             if batch.captured is not None:
                 batch.captured[index] = q[batch.capture_rows]
-            q, k, v = (x.to(self._attention_dtype) for x in (q, k, v))
-            attended, _ = backend.attend(q, k, v, batch, index)
-            hidden = hidden + layer.output(attended.reshape(batch.num_rows, -1).float())
-            gate, up = layer.gate_up(self._rms_norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(F.silu(gate) * up)
-        return self._rms_norm(hidden, self.norm)
+            attended, _ = backend.attend(q.to(self._attention_dtype), k, v, batch, index)
+            hidden += layer.output(self.basis.inputs(attended.reshape(batch.num_rows, -1).float()))
+            gate, up = layer.gate_up(self._normalised(hidden)).chunk(2, dim=-1)
+            hidden += layer.down(self.basis.inputs(F.silu(gate).mul_(up)))
+        return self._normalised(hidden)
 
-    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+    def _normalised(self, hidden: Tensor) -> Tensor:
+        """RMS norm without its weight, which the matrix that follows holds."""
+        return _unit_rms(hidden, self.config.hidden_size, self.config.rms_norm_eps)
 
     def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
         """Qwen3: each query and key head normalised over head_dim before rotation."""
         queries, kv_heads = self.config.num_query_heads, self.config.num_kv_heads
+        size, eps = self.config.head_dim, self.config.rms_norm_eps
         q, k, v = qkv.split([queries, kv_heads, kv_heads], dim=1)
-        return torch.cat((self._rms_norm(q, q_norm), self._rms_norm(k, k_norm), v), dim=1)
+        return torch.cat(
+            (_unit_rms(q, size, eps).mul_(q_norm), _unit_rms(k, size, eps).mul_(k_norm), v), dim=1
+        )
+
+
+def _unit_rms(x: Tensor, size: int, eps: float) -> Tensor:
+    """Rows divided by the root of their mean square over `size` numbers. Not F.rms_norm: its large
+    temporaries take longer to map than to compute."""
+    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    return x * squares.div_(size).add_(eps).rsqrt_()
 
 
 class _Loader:
+    """Packs matrices, written in the basis that their kind of weights needs. The norm that comes
+    before a matrix is a factor of its columns."""
+
     def __init__(self, config: ModelConfig, weights: WeightSource, kind: str):
         self.config, self.weights, self.kind = config, weights, kind
-        self.levels = None if kind == "f32" else activation_levels()
+        rounds = any(self._is_rounded(name) for name in weights.names())
+        self.levels = activation_levels() if rounds else None
+        self.basis: Basis = PlainBasis() if self.levels is None else FourierBasis()
 
     def layer(self, index: int) -> _Layer:
         config, prefix = self.config, f"model.layers.{index}"
+        mlp = f"{prefix}.mlp"
+        qkv = [f"{prefix}.self_attn.{part}_proj" for part in ("q", "k", "v")]
 
-        def vector(part: str) -> Tensor:
+        def norm(part: str) -> Tensor:
             return self.weights.load(f"{prefix}.{part}.weight")
 
-        def joined(*parts: str, bias: bool) -> Linear:
-            return self.joined([f"{prefix}.{part}" for part in parts], bias)
-
         return _Layer(
-            attention_norm=vector("input_layernorm"),
-            qkv=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias),
-            q_norm=vector("self_attn.q_norm") if config.qk_norm else None,
-            k_norm=vector("self_attn.k_norm") if config.qk_norm else None,
-            output=joined("self_attn.o_proj", bias=config.output_bias),
-            mlp_norm=vector("post_attention_layernorm"),
-            gate_up=joined("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias),
-            down=joined("mlp.down_proj", bias=config.mlp_bias),
+            qkv=self.reading_hidden(qkv, norm("input_layernorm"), config.qkv_bias),
+            q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
+            k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
+            output=self.writing_hidden(f"{prefix}.self_attn.o_proj", config.output_bias),
+            gate_up=self.reading_hidden(
+                [f"{mlp}.gate_proj", f"{mlp}.up_proj"], norm("post_attention_layernorm"), config.mlp_bias
+            ),
+            down=self.writing_hidden(f"{mlp}.down_proj", config.mlp_bias),
         )
 
-    def joined(self, modules: list[str], bias: bool) -> Linear:
-        """The weights of several modules with the same inputs as one matrix."""
-        biases = [self.weights.load(f"{module}.bias") for module in modules] if bias else []
-        return self.linear([f"{module}.weight" for module in modules], torch.cat(biases) if bias else None)
+    def head(self) -> Linear:
+        module = "model.embed_tokens" if self.config.tied_embeddings else "lm_head"
+        return self.reading_hidden([module], self.weights.load("model.norm.weight"), bias=False)
 
-    def linear(self, names: list[str], bias: Tensor | None) -> Linear:
-        """The weights of these names one below the other, as one matrix."""
-        plain = all(self.weights.blocks(name) is None for name in names)
-        odd = self.weights.shape(names[0])[1] % 2
-        if self.levels is None or odd or (plain and self.kind == "auto"):
-            return DenseLinear(self._load(names), bias)
-        return Int8Linear(self._load(names), bias, self.levels)
+    def reading_hidden(self, modules: list[str], norm: Tensor, bias: bool) -> Linear:
+        """Several modules with the same inputs, the normalised residual stream, as one matrix."""
+        weight = self._joined([f"{module}.weight" for module in modules])
+        biases = self._joined([f"{module}.bias" for module in modules]) if bias else None
+        return self._pack(modules, weight, biases, lambda rows: self.basis.hidden(rows.mul_(norm)))
 
-    def _load(self, names: list[str]) -> Tensor:
-        """One weight alone, such as a large head, is not copied."""
+    def writing_hidden(self, module: str, bias: bool) -> Linear:
+        """A module whose outputs are added to the residual stream."""
+        weight = self.basis.hidden(self.weights.load(f"{module}.weight").t()).t()
+        biases = self.basis.hidden(self.weights.load(f"{module}.bias").unsqueeze(0))[0] if bias else None
+        return self._pack([module], weight, biases, self.basis.against_inputs)
+
+    def _joined(self, names: list[str]) -> Tensor:
+        """Tensors one below the other; one alone, such as a large head, is not copied."""
         loaded = [self.weights.load(name) for name in names]
         return loaded[0] if len(loaded) == 1 else torch.cat(loaded)
+
+    def _pack(
+        self,
+        modules: list[str],
+        weight: Tensor,
+        bias: Tensor | None,
+        columns: Callable[[Tensor], Tensor],
+    ) -> Linear:
+        rounded = any(self._is_rounded(f"{module}.weight") for module in modules)
+        if self.levels is None or not rounded:
+            return DenseLinear(columns(weight).contiguous(), bias)
+        return Int8Linear(weight, bias, self.levels, columns)
+
+    def _is_rounded(self, name: str) -> bool:
+        """Whether a tensor is a matrix to be rounded to 8 bits."""
+        config = self.config
+        # Transforms of an odd size have no second column that is always zero.
+        possible = config.hidden_size % 2 == config.intermediate_size % 2 == 0
+        if self.kind == "f32" or not possible or len(self.weights.shape(name)) != 2:
+            return False
+        return self.kind == "q8" or self.weights.blocks(name) is not None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from minikv.models.basis import FourierBasis
 
 _WEIGHT_LEVELS = 127
 # Steps on either side of zero that activations may take, the best first. Where the processor adds
@@ -17,46 +20,43 @@ _ROUND_ROWS = 4096
 
 
 class Int8Linear:
-    """y = x W^T + b with weights rounded to 8 bits per output and activations per row.
-
-    A few inputs are many times as large as the others and would leave those few steps. So it is
-    the Fourier transform of each row that is rounded and multiplied with that of the weights:
-    every number of it depends on all inputs alike, and the product is the same.
+    """y = x W^T + b in a Fourier basis, weights rounded to 8 bits per output, activations per row.
 
     torch's operator takes one range for all the activations of a call, so a row's result would
-    depend on the rows beside it. Here every row is divided by its own largest magnitude, and two
-    columns, whose weights are zero, always hold the ends of the range: the imaginary parts of the
-    first and the last frequency, which are zero. The sums are whole numbers, so a row gets the
-    same bits in any company.
+    depend on the rows beside it. Here every row is divided by its own largest magnitude, and the two
+    columns that are always zero hold the ends of the range; their weights are zero. The sums are
+    whole numbers, so a row gets the same bits in any company.
 
-    weight: [out_features, in_features] float32, in_features even; not kept. bias: [out_features]
-    float32 or None. levels: what `activation_levels` found for this machine.
+    weight: [out_features, size] float32, not kept. bias: [out_features] float32 or None. levels: what
+    `activation_levels` found for this machine. columns: writes rows of the weight in the basis, as
+    [rows, size + 2].
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, levels: int) -> None:
-        outputs, inputs = weight.shape
-        codes = torch.empty((outputs, inputs + 2), dtype=torch.int8)
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, levels: int, columns: Callable[[Tensor], Tensor]
+    ) -> None:
+        outputs, width = weight.shape[0], weight.shape[1] + 2
+        codes = torch.empty((outputs, width), dtype=torch.int8)
         scales = torch.empty(outputs)
         for start in range(0, outputs, _ROUND_ROWS):
             rows = slice(start, start + _ROUND_ROWS)
-            codes[rows], scales[rows] = _rounded(_mixed_weight(weight[rows]))
+            codes[rows], scales[rows] = _rounded(columns(weight[rows]))
         self.bias = bias
         self._packed = _pack(codes, scales)
         self._levels = levels
         # The operator's steps number one more than twice the levels: this end makes 1 a whole step.
         end = (levels + 0.5) / levels
-        self._ends = torch.tensor([[end, -end]])
+        self._ends = torch.zeros(1, width)
+        self._ends[0, 1], self._ends[0, -1] = end, -end
         self.nbytes = codes.nbytes + scales.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in_features] float32 to [rows, out_features] float32."""
-        mixed = _mixed(x)
-        peak = mixed.abs().amax(-1, keepdim=True)
+        """x [rows, size + 2] float32 to [rows, out_features] float32."""
+        peak = x.abs().amax(-1, keepdim=True)
         # A row of zeros, or with a number that is not finite, must not spoil the common range;
         # the product with its peak gives such a row back what it had.
-        mixed.div_(peak).nan_to_num_()
-        mixed[:, 1 :: x.shape[1]] = self._ends
-        y = _product(mixed, self._packed, self._levels)
+        scaled = torch.addcdiv(self._ends, x, peak).nan_to_num_()
+        y = _product(scaled, self._packed, self._levels)
         return y.mul_(peak) if self.bias is None else torch.addcmul(self.bias, y, peak)
 
 
@@ -69,7 +69,7 @@ def activation_levels() -> int | None:
         # torch announces that it may drop these operators; without them weights are float32.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _mixed(x)
+            FourierBasis().inputs(x)
             packed = _pack(torch.full((32, 256), _WEIGHT_LEVELS, dtype=torch.int8), torch.ones(32))
             for levels in _ACTIVATION_LEVELS:
                 sums = _product(x, packed, levels)[0]
@@ -80,22 +80,8 @@ def activation_levels() -> int | None:
     return None
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """The Fourier transform of rows [n, inputs]: [n, inputs + 2], a real and an imaginary part each."""
-    return torch.view_as_real(torch.fft.rfft(x, norm="ortho")).flatten(-2)
-
-
-def _mixed_weight(weight: Tensor) -> Tensor:
-    """What `_mixed` rows are multiplied with in place of the weight; zero in columns 1 and -1."""
-    mixed = _mixed(weight)
-    # All frequencies but the first and the last stand for themselves and their mirror image.
-    mixed[:, 2:-2] *= 2
-    mixed[:, 1 :: weight.shape[1]] = 0
-    return mixed
-
-
 def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers [rows, in_features] of -127 to 127, and the scale [rows] of each output."""
+    """Whole numbers [rows, width] of -127 to 127, and the scale [rows] of each output."""
     scales = weight.abs().amax(-1) / _WEIGHT_LEVELS
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     return (weight / scales.unsqueeze(-1)).round_(), scales
