@@ -21,6 +21,8 @@ __all__ = [
     "parse_size",
 ]
 
+_SHORT = 64  # tokens of a prompt that a large window does not keep whole any more
+
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 
 
@@ -122,7 +124,7 @@ class CacheConfig:
     @property
     def too_short(self) -> int:
         """Tokens of which nothing is dropped, unless the budget is in bytes: there is nothing to judge by."""
-        return self.sinks + self.window
+        return min(self.sinks + self.window, _SHORT)
 
     @property
     def limit(self) -> Budget | None:

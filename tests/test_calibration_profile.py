@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_files import CHAT_TEMPLATE
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny import TINY
 from tiny_tokenizers import tiny_tokenizer
@@ -24,7 +25,7 @@ from minikv.calibration.profile import (
     read_metadata,
     save_profile,
 )
-from minikv.errors import ConfigError, ModelError
+from minikv.errors import ConfigError, ModelError, RequestError
 from minikv.models.config import ModelConfig
 from minikv.text.tokenizer import Tokenizer
 
@@ -159,9 +160,19 @@ def test_no_half_file_is_left_when_writing_fails(path: Path, monkeypatch: pytest
 
     whole = path.read_bytes()
     monkeypatch.setattr("minikv.calibration.profile.os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(RequestError, match=r"Cannot write .*: disk full\.$"):
         save_profile(path, measurement(), identity_of(Model()), {})
     assert path.read_bytes() == whole and len(list(path.parent.iterdir())) == 1
+
+
+def test_a_full_disk_is_one_sentence(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")  # what the library makes of an OSError
+
+    monkeypatch.setattr("minikv.calibration.profile.save_file", fail)
+    with pytest.raises(RequestError, match=r"Cannot write .*no space left on device"):
+        save_profile(path, measurement(), identity_of(Model()), {})
+    assert len(list(path.parent.iterdir())) == 1
 
 
 def test_models_without_a_shipped_profile_have_none() -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from cli_tools import error_of, invoke, write_tiny_model
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 
 from minikv import CacheConfig
 from minikv.calibration.journal import Journal, pack, unpack
+from minikv.calibration.measure import score_trial
 from minikv.calibration.profile import load_profile_for, read_metadata
 from minikv.calibration.run import Calibration, Settings
-from minikv.errors import ConfigError
+from minikv.calibration.trials import Plan, haystack_trials
+from minikv.errors import ConfigError, RequestError
 from minikv.loading import load_model
 from minikv.probe import Probe
 
@@ -68,10 +72,50 @@ def test_measurements_are_in_their_ranges(probe: Probe, tmp_path: Path) -> None:
     assert measured.layer_errors.sum() == pytest.approx(1) and measured.layer_errors.min() > 0
 
 
+def test_layers_are_measured_with_the_heads_that_are_asked_for(probe: Probe, tmp_path: Path) -> None:
+    few, many = (replace(SETTINGS, trials=2, texts=1, top_heads=heads) for heads in (1, 4))
+    first, second = (run(probe, tmp_path / f"{s.top_heads}", settings=s).measurement() for s in (few, many))
+    assert not torch.equal(first.layer_errors, second.layer_errors)
+
+
+def test_a_trial_is_scored_where_its_answer_is_predicted(
+    probe: Probe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = haystack_trials(probe.tokenizer, Plan((256,), seed=1), 0, 4096)[0]
+    count, ids = trial.num_answer, torch.tensor(trial.ids)
+    rows: list[list[int]] = []
+
+    def noted(weights: torch.Tensor, positions: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
+        assert torch.equal(ids[slice(*span)], ids[-count:])
+        rows.append(positions.tolist())
+        return weights.sum(dim=(1, 2))
+
+    monkeypatch.setattr("minikv.calibration.measure.retrieval_scores", noted)
+    seq = probe.open()
+    try:
+        probe.feed(seq, trial.ids[:100], logits="none")
+        nll = score_trial(probe, seq, 100, trial).nll
+        logits = probe.feed(seq, trial.ids[100:-1], logits="all")
+    finally:
+        probe.close(seq)
+    assert logits is not None
+    assert rows == [list(range(len(ids) - 1 - count, len(ids) - 1))] * probe.config.num_layers
+    assert nll == pytest.approx(float(cross_entropy(logits[-count:], ids[-count:])), rel=1e-4)
+
+
 def test_a_model_that_answers_nothing_is_refused(probe: Probe, tmp_path: Path) -> None:
     settings = Settings(trials=2, lengths=(256,), texts=1, max_nll=0.001)
     with pytest.raises(ConfigError, match=r"answered none of 2 questions .* higher max_nll\.$"):
         run(probe, tmp_path / "journal", settings=settings)
+
+
+def test_lengths_that_leave_no_room_are_not_said_to_be_unanswered(
+    probe: Probe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "max_context", 512)
+    monkeypatch.setattr("minikv.calibration.run.haystack_trials", lambda *_: [])  # all longer than 512
+    with pytest.raises(ConfigError, match=r"No calibration question .* no room in the context of 512 tokens"):
+        run(probe, tmp_path / "journal", settings=Settings(trials=2, lengths=(512,), texts=1))
 
 
 def test_lengths_beyond_the_context_are_refused(probe: Probe, tmp_path: Path) -> None:
@@ -87,6 +131,8 @@ def test_lengths_beyond_the_context_are_refused(probe: Probe, tmp_path: Path) ->
         ({"top_heads": 0}, "top_heads must be at least 1"),
         ({"lengths": ()}, "lengths must be numbers of at least 256 tokens"),
         ({"lengths": (512, 100)}, "lengths must be numbers of at least 256 tokens, not (512, 100)"),
+        ({"seed": -1}, "seed must be a whole number from 0 to 2**63 - 1, not -1"),
+        ({"seed": 1 << 63}, "seed must be a whole number from 0"),
         ({"max_nll": 0.0}, "max_nll must be a number above 0"),
         ({"max_nll": float("nan")}, "max_nll must be a number above 0"),
     ],
@@ -117,6 +163,32 @@ def test_a_journal_of_another_run_is_named_and_kept(tmp_path: Path) -> None:
         assert journal.entries == {"trial 0 0": {"nll": 0.5}}, "--overwrite must not cost the same run's work"
     with Journal(path, {"seed": 2}, fresh=True) as journal:
         assert not journal.entries
+
+
+def test_settings_without_a_measurement_bind_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "x.partial"
+    Journal(path, {"lengths": (99999,)}).__exit__(None, None, None)  # refused before it began
+    with Journal(path, {"lengths": (512,)}) as journal:
+        journal.add("trial 0 0", {"nll": 0.5})
+    with Journal(path, {"lengths": (512,)}) as journal:
+        assert list(journal.entries) == ["trial 0 0"]
+
+
+def test_what_is_not_of_a_run_is_not_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "x.partial"
+    for content in (b"my notes", b'{"settings": {}}\nmy notes'):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="is damaged"):
+            Journal(path, {})
+        assert path.read_bytes() == content
+    path.write_bytes(b'{"sett')  # killed while it wrote its first line
+    Journal(path, {}).remove()
+
+
+def test_a_journal_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.partial").mkdir()
+    with pytest.raises(RequestError, match=r"Cannot write .*x\.partial: is a directory\.$"):
+        Journal(tmp_path / "x.partial", {})
 
 
 def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
@@ -191,5 +263,6 @@ def test_an_existing_file_is_kept_without_overwrite(model: Path, tmp_path: Path)
 def test_an_output_that_cannot_be_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
     missing = tmp_path / "none" / "p"
     assert f"There is no folder {missing.parent}" in error_of(invoke("calibrate", "nope", "-o", missing))
+    assert "is not a regular file" in error_of(invoke("calibrate", "nope", "-o", "/dev/null", "--overwrite"))
     assert "is a folder" in error_of(invoke("calibrate", "nope", "-o", tmp_path))
     assert "trials must be" in error_of(invoke("calibrate", "nope", "-o", tmp_path / "p", "--trials", 0))

@@ -234,6 +234,11 @@ def test_a_recent_window_longer_than_the_prompt_gives_way_to_the_budget(decoder)
     assert set(positions[0, 0].tolist()) == {0, 1, *range(len(PROMPTS[0]) - 8, len(PROMPTS[0]))}
 
 
+def test_a_window_longer_than_the_prompt_does_not_switch_compression_off(decoder):
+    positions = kept_positions(decoder, PROMPTS[0], keep("snapkv", 10, window=500, sinks=500))
+    assert (positions >= 0).sum() == 10 * LANES
+
+
 def test_a_streaming_prompt_larger_than_the_pool_runs(decoder):
     hot = hot_bytes(12 * LANES)
     engine = tiny_engine(decoder, tiers=TierConfig(hot=hot), prefill_chunk=16)

@@ -223,6 +223,11 @@ def test_bad_input_is_one_sentence(
     assert sentence in error_of(run(model, tmp_path, *options))
 
 
+def test_too_few_bytes_are_refused_before_the_first_answer(model: Path, tmp_path: Path) -> None:
+    assert "budget of 16 B is too little" in error_of(run(model, tmp_path, "--budgets", "0.5,16B"))
+    assert not (tmp_path / "results.jsonl").read_text()
+
+
 def test_a_folder_that_cannot_be_written_is_one_sentence(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "Cannot write" in error_of(run(model, tmp_path / "file"))

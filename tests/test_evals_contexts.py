@@ -164,3 +164,35 @@ def test_a_model_without_a_template_gets_plain_lines() -> None:
 def test_a_template_that_hides_messages_is_refused() -> None:
     with pytest.raises(TemplateError, match="does not show a message"):
         Frame.of(word_tokenizer("{% for m in messages %}{{ m.role }}{% endfor %}"))
+
+
+def test_the_text_goes_on_where_the_context_ends() -> None:
+    writer = word_writer()
+    circle = (*writer.prose.ids, *writer.prose.ids[:300])
+    context = writer.write("mixed", 1500, 4)
+    (turn,) = next(d.turns for d in context.dialogues if "perplexity" in d.tasks)
+    passage = (*context.ids[-20:], *turn.prefix, *turn.gold)
+    assert any(circle[i : i + len(passage)] == passage for i in range(len(writer.prose.ids)))
+
+
+class _NotesWindows(CopyingProbe):
+    """A copying probe that logs where the evidence of a question ends."""
+
+    def record(self, evidence: object, content: range) -> SimpleNamespace:
+        recorder = super().record(evidence, content)
+
+        def extended(longer: range) -> SimpleNamespace:
+            self.log.append(("extended", longer.stop))
+            return recorder
+
+        recorder.extended = extended
+        return recorder
+
+
+def test_query_aware_evidence_ends_with_the_question_and_before_the_template() -> None:
+    probe = _NotesWindows(word_tokenizer())
+    records(probe, plan(tasks=("needle", "multi-turn"), samples=1))
+    context = word_writer().write("mixed", 1500, 0)
+    asked = [d.turns[0] for d in context.dialogues if d.tasks[0] in ("needle", "multi-turn")]
+    ends = [stop for name, stop in probe.log if name == "extended"]
+    assert ends == [len(context.ids) + len(turn.question) for turn in asked]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,6 +89,25 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
             ResultsFile(tmp_path)
 
 
+def test_files_of_others_are_left_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / RESULTS
+    for content in ("my notes", json.dumps(vars(record())) + "\nmy notes"):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match="was not written by minikv eval"):
+            ResultsFile(tmp_path)
+        assert path.read_text() == content
+    path.unlink()
+    for content in ('{"editor.tabSize": 4}', "half {"):
+        (tmp_path / SETTINGS).write_text(content)
+        with ResultsFile(tmp_path) as results, pytest.raises(ConfigError, match=r"settings\.json was not"):
+            results.settle({"evaluation": 1})
+        assert (tmp_path / SETTINGS).read_text() == content
+    (tmp_path / SETTINGS).write_text('{"evaluation": 1, "model": "that failed before its first answer"}')
+    with ResultsFile(tmp_path) as results:
+        results.settle({"evaluation": 1, "model": "m"})
+    assert "failed" not in (tmp_path / SETTINGS).read_text()
+
+
 def test_a_folder_that_cannot_be_written_or_is_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError, match="Cannot write"):
@@ -100,6 +120,8 @@ def test_keys_tell_budgets_of_different_kinds_apart() -> None:
     keys = {record(policy="snapkv", budget=budget).key for budget in (1, 1.0, "1MiB", None)}
     assert len(keys) == 4
     assert len({record(policy="snapkv", budget=budget).question for budget in (1, 1.0)}) == 1
+    plan = EvalPlan(policies=("snapkv",), budgets=(1, 1.0, 1), lengths=(8, 8))
+    assert list(map(repr, plan.budgets)) == ["1", "1.0"] and plan.lengths == (8,)
 
 
 # Summaries
@@ -177,3 +199,15 @@ def test_plots_of_the_full_cache_alone(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = summarise([record()], [("full", None)])
     assert len(plots.draw([record()], rows, tmp_path)) == 2
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv"])
+def test_plots_of_a_cache_that_was_nowhere_changed(tmp_path: Path, policy: str) -> None:
+    pytest.importorskip("matplotlib")
+    one = record(task="fidelity", format="text64", depth=None, exact=None, token_accuracy=None, nll=None)
+    records = [one] if policy == "full" else [one, replace(one, policy=policy, budget=1.0)]
+    rows = summarise(records, [("full", None), ("snapkv", 1.0)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (path,) = plots.draw(records, rows, tmp_path)  # a divergence of zero has no logarithm
+    assert path.name == "quality-fidelity.png"

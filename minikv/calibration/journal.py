@@ -18,28 +18,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minikv.errors import ConfigError, shown
+from minikv.errors import ConfigError, RequestError, shown
+
+_BEGINNINGS = (b'{"settings": ', b'{"key": ')  # of lines that are written here
 
 
 class Journal:
     """An append-only file of measurements by key, such as `trial 3 1`. A context manager.
 
-    A file of the same settings is gone on with; a torn last line is cut off. Raises ConfigError when the
-    file is of another run or damaged (unless `fresh`, which then drops it) or in use by another run,
-    OSError when it cannot be opened.
+    A file of the same settings is gone on with; a torn last line is cut off, and so are settings without
+    a measurement. Raises ConfigError when the file is of another run or damaged (unless `fresh`, which
+    then drops it) or in use by another run, RequestError when it cannot be written.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, fresh: bool = False):
         self.path = path
         self._settings = json.loads(json.dumps(dict(settings)))
         self.entries: dict[str, dict[str, Any]] = {}
-        self._file = path.open("a+b", buffering=0)
+        try:
+            self._file = path.open("a+b", buffering=0)
+        except OSError as error:
+            raise self._unwritable(error) from None
         try:
             self._lock()
             whole = self._read(fresh)
             self._file.truncate(whole)
             if not whole:
                 self._write({"settings": self._settings})
+        except OSError as error:
+            self._file.close()
+            raise self._unwritable(error) from None
         except BaseException:
             self._file.close()
             raise
@@ -59,11 +67,14 @@ class Journal:
     def _read(self, fresh: bool) -> int:
         """Take over what the file holds; the bytes of its whole lines, 0 to begin anew."""
         self._file.seek(0)
-        whole = self._file.read()
-        whole = whole[: whole.rfind(b"\n") + 1]
-        if not whole:
-            return 0
+        data = self._file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        torn = data[len(whole) :]
         try:
+            if not any(torn.startswith(start) or start.startswith(torn) for start in _BEGINNINGS):
+                raise ValueError("what would be cut off is not of a run")
+            if not whole:
+                return 0
             first, *lines = (json.loads(line) for line in whole.splitlines())
             settings = first["settings"]
             entries = {line.pop("key"): line for line in lines}
@@ -74,7 +85,7 @@ class Journal:
                 f"{self.path} is damaged; delete it or give --overwrite to begin anew."
             ) from None
         if settings != self._settings:
-            if fresh:
+            if fresh or not entries:
                 return 0
             raise ConfigError(self._difference(settings))
         self.entries = entries
@@ -91,14 +102,20 @@ class Journal:
         )
 
     def add(self, key: str, entry: Mapping[str, Any]) -> None:
-        """Note a measurement; it is with the operating system on return. OSError when that fails."""
-        self._write({"key": key, **entry})
+        """Note a measurement; it is with the operating system on return. RequestError when that fails."""
+        try:
+            self._write({"key": key, **entry})
+        except OSError as error:
+            raise self._unwritable(error) from None
         self.entries[key] = dict(entry)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         data = json.dumps(line).encode() + b"\n"
         while data:
             data = data[self._file.write(data) or 0 :]
+
+    def _unwritable(self, error: OSError) -> RequestError:
+        return RequestError(f"Cannot write {self.path}: {(error.strerror or str(error)).lower()}.")
 
     def remove(self) -> None:
         """Delete the file, whose results now stand elsewhere."""

@@ -73,16 +73,16 @@ class Continuation:
 
 
 @torch.inference_mode()
-def layer_errors(probe: Probe, text: Continuation, retrieval: Tensor) -> Tensor:
+def layer_errors(probe: Probe, text: Continuation, retrieval: Tensor, top_heads: int) -> Tensor:
     """What evicting all but a few entries of the prompt costs each layer: [layers].
 
-    CompressKV chooses the entries, by the heads best by `retrieval` [layers, query_heads] and with the
-    same budget for each layer. Every layer is measured alone: its inputs are those of the full cache, so
-    that no error comes from the layers below. Each row of the continuation sees what was kept of the
-    prompt, and the continuation up to itself.
+    CompressKV chooses the entries, by the `top_heads` heads of each layer that are best by `retrieval`
+    [layers, query_heads], and with the same budget for each layer. Every layer is measured alone: its
+    inputs are those of the full cache, so that no error comes from the layers below. Each row of the
+    continuation sees what was kept of the prompt, and the continuation up to itself.
     """
     config = probe.config
-    profile = HeadProfile(without_negatives(retrieval), torch.ones(config.num_layers))
+    profile = HeadProfile(without_negatives(retrieval), torch.ones(config.num_layers), top_heads)
     policy = make_policy(
         "compresskv",
         window=EVICTION.window,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from minikv.cache.policies.profile import HeadProfile
 from minikv.calibration.scores import without_negatives
-from minikv.errors import ConfigError
+from minikv.errors import ConfigError, RequestError
 from minikv.models.config import ModelConfig
 from minikv.text.tokenizer import Tokenizer
 
@@ -112,21 +112,26 @@ def save_profile(
 ) -> None:
     """Write a profile, whole or not at all; `facts` (seed, number of trials, ...) go to the metadata.
 
-    OSError when the file cannot be written.
+    RequestError when the file cannot be written.
     """
     tensors = {name: t.contiguous() for name, t in vars(measurement).items() if isinstance(t, Tensor)}
     values = {"format": FORMAT, "format_version": VERSION, "top_heads": measurement.top_heads}
     values |= vars(identity) | dict(facts)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = None
     try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)
         save_file(tensors, temporary, metadata={name: str(value) for name, value in values.items()})
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+        temporary = None
+    except (OSError, SafetensorError) as error:
+        what = getattr(error, "strerror", None) or str(error)
+        raise RequestError(f"Cannot write {path}: {what.lower().rstrip('.')}.") from None
+    finally:
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)
 
 
 def load_profile(

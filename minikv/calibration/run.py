@@ -47,6 +47,8 @@ class Settings:
         for name in ("trials", "texts", "top_heads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {shown(getattr(self, name))}.")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"seed must be a whole number from 0 to 2**63 - 1, not {shown(self.seed)}.")
         if not self.lengths or min(self.lengths) < _MIN_LENGTH:
             raise ConfigError(
                 f"lengths must be numbers of at least {_MIN_LENGTH} tokens, not {shown(self.lengths)}."
@@ -105,7 +107,7 @@ class Calibration:
         for index in range(self.settings.texts):
             key = f"text {index}"
             if key not in self._journal.entries:
-                errors = layer_errors(self._probe, self._text(index), retrieval)
+                errors = layer_errors(self._probe, self._text(index), retrieval, self.settings.top_heads)
                 self._journal.add(key, {"errors": pack(errors)})
                 yield
 
@@ -138,18 +140,25 @@ class Calibration:
         of their own."""
         wanted = self.settings.trials
         haystacks = range(-(-wanted // NEEDLES))
-        return [self._make(index)[: wanted - index * NEEDLES] for index in haystacks]
+        trials = [self._make(index)[: wanted - index * NEEDLES] for index in haystacks]
+        if not any(trials):
+            raise self._nothing_to_ask()
+        return trials
 
     def _make(self, index: int) -> list[Trial]:
         return haystack_trials(self._probe.tokenizer, self._plan, index, self._limit)
+
+    def _nothing_to_ask(self) -> ConfigError:
+        return ConfigError(
+            f"No calibration question can be asked: lengths of {shown(self.settings.lengths)} leave no room "
+            f"in the context of {self._limit:,} tokens, or the tokenizer splits no answer as it should."
+        )
 
     def _text(self, index: int) -> Continuation:
         """A text of its own: by turns a question with its answer, and prose with more prose."""
         trials = self._make(len(self._trials) + index)
         if not trials:
-            raise ConfigError(
-                "The tokenizer splits no calibration text as it should, so nothing is measured."
-            )
+            raise self._nothing_to_ask()
         trial = trials[index % len(trials)]
         ids = list(trial.ids)
         if index % 2 == 0:

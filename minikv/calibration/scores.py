@@ -93,9 +93,10 @@ def best_heads(scores: Tensor, top: int) -> Tensor:
     return scores.argsort(dim=1, descending=True, stable=True)[:, :top]
 
 
-def overlap(first: Tensor, second: Tensor, top: int) -> int:
-    """How many heads are among the `top` of their layer by both scores [layers, heads]."""
-    both = torch.zeros_like(first, dtype=torch.int64)
-    for scores in (first, second):
+def overlap(retrieval: Tensor, copy: Tensor, top: int) -> int:
+    """How many heads are among the `top` of their layer by both scores [layers, heads]. A head that never
+    copies is no copy head, though its layer may have none better."""
+    both = torch.zeros_like(retrieval, dtype=torch.int64)
+    for scores in (retrieval, copy):
         both.scatter_add_(1, best_heads(scores, top), torch.ones_like(both))
-    return int((both == 2).sum())
+    return int(((both == 2) & (copy > 0)).sum())

@@ -71,6 +71,8 @@ def _check_output(output: Path, overwrite: bool) -> None:
     try:
         if output.is_dir():
             raise ConfigError(f"{output} is a folder; give the name of a file in it.")
+        if output.exists() and not output.is_file():
+            raise ConfigError(f"{output} is not a regular file; give another name.")
         if output.exists() and not overwrite:
             raise ConfigError(f"{output} exists already; give --overwrite or another name.")
         if not output.parent.is_dir():

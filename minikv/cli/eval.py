@@ -101,6 +101,7 @@ def _plan(grid: dict[str, Any], compression: dict[str, Any]) -> EvalPlan:
 def _sweep(plan: EvalPlan, model: str, engine: dict[str, Any], results: ResultsFile) -> Sweep:
     """Everything loaded and checked. Raises the errors of all parts."""
     from minikv import CacheConfig
+    from minikv.cache.ceiling import Ceiling
     from minikv.evals.haystacks import Writer
     from minikv.evals.sweep import SEQUENCES, Sweep, variants_of
     from minikv.evals.text import Prose, reference_prose, text_hash
@@ -122,7 +123,11 @@ def _sweep(plan: EvalPlan, model: str, engine: dict[str, Any], results: ResultsF
     results.settle(_settings(plan, loaded, engine, text_hash(text), profile))
     probe = Probe(loaded, max_context=longest, max_seqs=SEQUENCES)
     writer = Writer(probe.tokenizer, Prose(text, probe.tokenizer))
-    return Sweep(probe, plan, writer, variants_of(plan, probe, profile), results.records)
+    variants = variants_of(plan, probe, profile)
+    for variant in variants:
+        if (limit := variant.cache.limit) is not None and limit.kind == "bytes":
+            Ceiling.of(limit, probe.store)  # too few bytes are to be known before the first answer
+    return Sweep(probe, plan, writer, variants, results.records)
 
 
 def _profile(plan: EvalPlan, loaded: LoadedModel) -> HeadProfile | None:

@@ -264,7 +264,7 @@ _EXPECTED: dict[str, str] = {
     "float": "a number",
     "flag": "on or off",
     "texts": 'text, a JSON string such as "\\n" or a JSON list of strings',
-    "ints": "token ids separated by blanks",
+    "ints": "whole numbers separated by commas or blanks",
     "bias": "ID=BIAS pairs separated by blanks",
     "json_args": f"KEY=VALUE with a KEY other than {', '.join(RESERVED_ARGS)}",
 }

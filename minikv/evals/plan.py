@@ -46,7 +46,9 @@ class EvalPlan:
         for name in ("tasks", "policies", "budgets", "lengths"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} must name at least one.")
-            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
+            # By what they look like: 1 entry and 1.0 of everything are equal numbers.
+            values = {repr(value): value for value in getattr(self, name)}
+            object.__setattr__(self, name, tuple(values.values()))
         for task in self.tasks:
             _check_task(task)
         for policy in self.policies:

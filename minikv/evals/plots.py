@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minikv.errors import RequestError
 from minikv.evals.plan import FULL
-from minikv.evals.records import Record
+from minikv.evals.records import Record, replace_file
 from minikv.evals.summary import ALL, Row, budget_text
 
 if TYPE_CHECKING:
@@ -47,10 +47,9 @@ def draw(records: Sequence[Record], rows: Sequence[Row], folder: Path) -> list[P
     paths = []
     for name, figure in figures.items():
         path = folder / f"{name}.png"
-        try:
-            figure.savefig(path, dpi=120)
-        except OSError as error:
-            raise RequestError(f"Cannot write {path}: {(error.strerror or str(error)).lower()}.") from None
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=120, format="png")
+        replace_file(path, picture.getvalue())
         paths.append(path)
     return paths
 
@@ -108,24 +107,28 @@ def _quality(task: str, rows: list[Row]) -> Figure:
     figure, axes = _new_figure(1, len(panels), 4.6, 3.4)
     for axis, (length, turn) in zip(axes[0], panels, strict=True):
         shown = [row for row in rows if (row.length, row.turn) == (length, turn)]
-        _lines(axis, shown, name, logarithmic)
+        drawn = _lines(axis, shown, name, logarithmic)
         which = f", turn {turn}" if task == "multi-turn" else ""
         axis.set_title(f"{task}{which}, {length:,} tokens", fontsize=10)
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        if drawn:  # nothing drawn has no logarithm either
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.set_xlabel("KV cache (MiB)")
-        if logarithmic:
+        if logarithmic and drawn:
             axis.set_yscale("log")
-        elif name != "perplexity":
+        elif not logarithmic and name != "perplexity":
             axis.set_ylim(-0.03, 1.03)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(label)
-    axes[0][0].legend(fontsize=8)
+    if axes[0][0].get_legend_handles_labels()[0]:
+        axes[0][0].legend(fontsize=8)
     return figure
 
 
-def _lines(axis: Axes, rows: list[Row], name: str, positive: bool) -> None:
-    """A line per policy and one for the full cache; if `positive`, without zeros, which have no logarithm."""
+def _lines(axis: Axes, rows: list[Row], name: str, positive: bool) -> bool:
+    """A line per policy and one for the full cache; if `positive`, without zeros, which have no logarithm.
+    Whether any policy has a point."""
+    drawn = False
     policies = [policy for policy in dict.fromkeys(row.policy for row in rows) if policy != FULL]
     for i, policy in enumerate(policies):
         points = [(row.kv_bytes / 2**20, getattr(row, name)) for row in rows if row.policy == policy]
@@ -133,7 +136,9 @@ def _lines(axis: Axes, rows: list[Row], name: str, positive: bool) -> None:
         xs, ys = [x for x, _ in points], [y for _, y in points]
         colour, marker = _COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)]
         axis.plot(xs, ys, label=policy, color=colour, marker=marker)
+        drawn = drawn or bool(points)
     for row in rows:
         value: float | None = getattr(row, name)
         if row.policy == FULL and value is not None and not positive:
             axis.axhline(value, color="grey", linestyle=":", label="full cache")
+    return drawn

@@ -13,6 +13,8 @@ from typing import Any
 from minikv.errors import ConfigError, RequestError, shown
 
 RESULTS, SETTINGS = "results.jsonl", "settings.json"
+_BEGINNING = b'{"task": '  # of every line of results
+_SETTING = "evaluation"  # that all settings hold
 MEASURES = ("exact", "token_accuracy", "nll", "kl", "top1")
 
 
@@ -86,7 +88,10 @@ class ResultsFile:
         data = self._file.read()
         whole = data[: data.rfind(b"\n") + 1]
         records = [self._record(number, line) for number, line in enumerate(whole.splitlines(), 1)]
-        if len(whole) < len(data):
+        torn = data[len(whole) :]
+        if not (torn.startswith(_BEGINNING) or _BEGINNING.startswith(torn)):
+            raise self._foreign(len(records) + 1)
+        if torn:
             self._file.truncate(len(whole))
         return records
 
@@ -94,19 +99,21 @@ class ResultsFile:
         try:
             return Record(**json.loads(line))
         except (ValueError, TypeError, RecursionError):
-            raise ConfigError(
-                f"Line {number} of {self.path} was not written by minikv eval; give another folder."
-            ) from None
+            raise self._foreign(number) from None
+
+    def _foreign(self, number: int) -> ConfigError:
+        return ConfigError(
+            f"Line {number} of {self.path} was not written by minikv eval; give another folder."
+        )
 
     def settle(self, settings: Mapping[str, Any]) -> None:
         """Say what decides the figures, before anything is written: ConfigError when the folder holds
         results of other settings."""
         path = self.folder / SETTINGS
         if not self.records:
-            try:
-                path.write_text(json.dumps(dict(settings), indent=2) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise _unwritable(self.folder, error) from None
+            if not _replaceable(path):
+                raise ConfigError(f"{path} was not written by minikv eval; give another folder.")
+            replace_file(path, (json.dumps(dict(settings), indent=2) + "\n").encode())
             return
         try:
             earlier = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -160,3 +167,24 @@ def _lock(descriptor: int, folder: Path) -> None:
         raise RequestError(f"Another run is writing {folder}; wait until it ends.") from None
     except OSError:
         return  # a file system without locks
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all. RequestError when that fails."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RequestError(f"Cannot write {path}: {(error.strerror or str(error)).lower()}.") from None
+
+
+def _replaceable(path: Path) -> bool:
+    """Whether nothing is lost if the settings are written there: no file, or settings of a run."""
+    try:
+        return _SETTING in dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False

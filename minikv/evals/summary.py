@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -10,9 +11,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from minikv.errors import RequestError
 from minikv.evals.plan import FULL, Budget
-from minikv.evals.records import Record
+from minikv.evals.records import Record, replace_file
 
 SUMMARY = "summary.csv"
 ALL = "all"
@@ -133,13 +133,11 @@ def _relative(group: list[Record], full: list[Record]) -> float | None:
 def write_summary(folder: Path, rows: Sequence[Row]) -> Path:
     """`summary.csv`, one line a row, empty where a measure does not apply. Raises RequestError."""
     path = folder / SUMMARY
-    try:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-            writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)
-    except OSError as error:
-        raise RequestError(f"Cannot write {path}: {(error.strerror or str(error)).lower()}.") from None
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, [field.name for field in fields(Row)])
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    replace_file(path, text.getvalue().encode())
     return path
 
 
