@@ -239,7 +239,7 @@ def test_version_is_printed() -> None:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    for command in ("chat", "generate", "batch", "pull", "info"):
+    for command in ("chat", "generate", "batch", "pull", "info", "inspect"):
         code = f"import sys; sys.argv = ['minikv', '{command}', '--help']\nfrom minikv.cli.app import main\n"
         code += "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

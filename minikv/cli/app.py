@@ -16,6 +16,7 @@ from minikv.cli.chat import chat
 from minikv.cli.eval import evaluate
 from minikv.cli.generate import generate
 from minikv.cli.info import info
+from minikv.cli.inspect import inspect
 from minikv.cli.pull import pull
 from minikv.cli.version import version
 
@@ -45,7 +46,7 @@ def _common(
     """A small LLM inference engine built around its KV cache."""
 
 
-for _command in (chat, generate, batch, pull, info, bench, calibrate):
+for _command in (chat, generate, batch, pull, info, inspect, bench, calibrate):
     app.command()(_command)
 app.command("eval")(evaluate)
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from minikv.cli import console
-from minikv.cli.inputs import join_prompt, read_stdin, read_text_file
 from minikv.cli.interrupts import Interrupts
 from minikv.cli.options import COMPRESSION, ENGINE, SAMPLING, TEMPLATE, load_llm, takes
+from minikv.cli.prompting import job_of, read_prompt
 from minikv.cli.streaming import follow
 from minikv.config import format_size
-from minikv.errors import ConfigError, RequestError, TemplateError
+from minikv.errors import ConfigError, RequestError
 from minikv.results import Result
 
 if TYPE_CHECKING:
@@ -46,46 +45,18 @@ def generate(
     """Complete one prompt, given with -p, in files and on standard input."""
     if not as_json and ("n" in sampling or "logprobs" in sampling):
         raise ConfigError("Several completions and log probabilities need --json to hold them.")
-    text = _read_prompt(prompt, file or [])
-    from minikv import Job, SamplingParams
+    text = read_prompt(prompt, file or [])
+    from minikv import SamplingParams
 
     params = SamplingParams(**sampling)
     with load_llm(model, engine, compression, progress=console.stderr_is_terminal()) as llm:
-        if _use_chat(llm, chat, system, template):
-            arguments = template.get("template_args", {})
-            job = Job(0, messages=_messages(system, text), params=params, template_kwargs=arguments)
-        else:
-            job = Job(0, prompt=text, params=params)
+        job = job_of(llm, text, params, chat, system, template)
         with Interrupts() as interrupts:
             complete = _complete_json if as_json else _complete_text
             result = complete(llm, job, interrupts)
         _note_stats(llm, result)
     if result.finish_reason == "abort":
         raise typer.Exit(console.EXIT_INTERRUPTED)
-
-
-def _messages(system: str | None, text: str) -> list[dict[str, str]]:
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": text}]
-
-
-def _read_prompt(prompt: str | None, files: list[str]) -> str:
-    documents = [read_stdin() if name == "-" else read_text_file(Path(name)) for name in files]
-    if "-" not in files and not console.stdin_is_terminal():
-        documents.append(read_stdin())
-    text = join_prompt(documents, prompt)
-    if not text:
-        raise typer.BadParameter("Give a prompt with -p, in a --file or on standard input.")
-    return text
-
-
-def _use_chat(llm: LLM, chat: bool | None, system: str | None, template: dict[str, Any]) -> bool:
-    if chat and not llm.tokenizer.has_chat_template:
-        raise TemplateError(f"{llm.name} has no chat template; use --raw.")
-    use_chat = llm.tokenizer.has_chat_template if chat is None else chat
-    if not use_chat and (system is not None or template):
-        raise ConfigError("--system and --template-arg need a chat template; a raw prompt does not use one.")
-    return use_chat
 
 
 def _complete_text(llm: LLM, job: Job, interrupts: Interrupts) -> Result:
