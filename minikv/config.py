@@ -49,7 +49,8 @@ class CacheConfig:
     float16 with the compiled kernels and float32 with the others.
     page_size: entries per page; None lets the backend choose.
     policy: what chooses the entries that stay: `full` keeps all; `window`, `snapkv`, `adakv`, `expected`
-        and `compresskv` work to a budget; `adakv:SCORING` puts adakv's allocation on another scoring.
+        and `compresskv` work to a budget; `adakv:SCORING` puts adakv's allocation on another scoring;
+        `gracekv` merges entries instead of dropping them.
     budget: what a sequence may keep, protected entries included. A float in (0, 1] is a fraction of its
         tokens, an int of at least 1 entries per lane on average, a size such as `"64MiB"` a hard ceiling
         on the bytes of its pages. None only with policy `full`.
@@ -63,6 +64,8 @@ class CacheConfig:
         None: never, except under a budget in bytes.
     pinned: token ranges [start, end) that always stay.
     profile: path of a calibration profile for `compresskv`; None takes the one shipped for the model.
+    refit: correct masses and values of what a compression leaves, so that lanes answer as before;
+        None: if the policy does so by itself.
     """
 
     kv_dtype: str = "auto"
@@ -77,6 +80,7 @@ class CacheConfig:
     decode_slack: int | None = None
     pinned: tuple[tuple[int, int], ...] = ()
     profile: str | None = None
+    refit: bool | None = None
 
     def __post_init__(self) -> None:
         if self.kv_dtype not in KV_DTYPES:
@@ -92,6 +96,8 @@ class CacheConfig:
             raise ConfigError('evicted="demote" is not available yet; use "drop".')
         _one_of("evicted", self.evicted, ("drop",))
         _one_of("prefill", self.prefill, ("exact", "streaming"))
+        if self.refit is not None and not isinstance(self.refit, bool):
+            raise ConfigError(f"refit must be true, false or none, not {shown(self.refit)}.")
         object.__setattr__(self, "pinned", check_ranges("pinned", self.pinned))
         self._check_policy()
 
@@ -103,6 +109,8 @@ class CacheConfig:
                         f"{name} {shown(getattr(self, name))} needs a policy that compresses, such as "
                         "snapkv; policy full keeps everything."
                     )
+            if self.refit:
+                raise ConfigError("refit corrects what a policy leaves; policy full leaves everything.")
         else:
             # Only here: policies load torch, which a plain configuration must not.
             from minikv.cache.policies.registry import check_policy_name

@@ -390,11 +390,13 @@ class LLM:
         finally:
             self._drop(ids)
 
-    def stream_job(self, job: Job, should_stop: Callable[[], bool] | None = None) -> Pieces:
-        """`stream` or `stream_chat`, as the job asks; `should_stop` as in `stream_ids`."""
+    def stream_job(
+        self, job: Job, should_stop: Callable[[], bool] | None = None, lanes: Lanes | None = None
+    ) -> Pieces:
+        """`stream` or `stream_chat`, as the job asks; the rest as in `stream_ids`."""
         if job.params.n > 1:
             raise ConfigError("A stream gives one completion; use generate or run for n > 1.")
-        return self._stream(self._request(job), should_stop)
+        return self._stream(replace(self._request(job), lanes=lanes), should_stop)
 
     def keeps_all(self, cache: CacheConfig | None) -> bool:
         """Whether a cache configuration (None: the LLM's own) drops no entries."""

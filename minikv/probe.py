@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minikv.cache.compress import Compressor, Ranges, Report
 from minikv.cache.evidence import Recorded, Recorder, token_surprisal
-from minikv.cache.policies.base import Evidence, Policy
+from minikv.cache.policies.base import AnyPolicy, Evidence
 from minikv.config import CacheConfig, EngineConfig, format_size
 from minikv.errors import RequestError
 from minikv.loading import LoadedModel, load_model
@@ -173,12 +173,12 @@ class Probe:
     def compress(
         self,
         seq: int,
-        policy: Policy,
+        policy: AnyPolicy,
         cache: CacheConfig,
         recorded: Recorded | None = None,
         pinned: Ranges = (),
     ) -> Report:
-        """Compress a sequence; see `Compressor.choose`."""
+        """Compress a sequence with a policy of either kind; see `Compressor.compress`."""
         recorded = recorded or Recorded()
         return self.compressor.compress(seq, policy, cache, self._num_tokens[seq], recorded, pinned)
 
@@ -194,7 +194,8 @@ class Probe:
         if recorder is not None:
             if batch.capture_rows is not None and batch.captured is not None:
                 taken = batch.capture_rows
-                recorder.add(batch.positions[taken], batch.captured, batch.rope_lengths[taken])
+                at, lengths = batch.positions[taken], batch.rope_lengths[taken]
+                recorder.add(at, batch.captured, lengths, batch.captured_norms)
             if recorder.wants_surprisal and len(following):
                 known, targets = torch.arange(len(following)), torch.tensor(following)
                 values = token_surprisal(lambda some: self.model.logits(hidden, some), known, targets)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from minikv.cache.picture import resolution
 from minikv.config import CacheConfig
 from minikv.errors import ConfigError, shown
 from minikv.results import Result, StreamPiece
@@ -138,14 +139,12 @@ class ChatSession:
         return torch.from_numpy(store.lengths[self._lanes.seq].copy())
 
     def kv_map(self) -> Tensor:
-        """Whether a lane holds an entry of a position: [layers, kv_heads, num_tokens] bool."""
+        """How many tokens the entry stands for that each token is in, as `minikv.cache.picture.resolution`
+        has it: [layers, kv_heads, num_tokens] int32, 1 for a token kept itself, 0 for one that is dropped."""
         store, seq = self._llm.engine.store, self._lanes.seq
-        held = torch.zeros(*store.lane_shape, self.num_tokens + 1, dtype=torch.bool)
-        if seq is not None:
-            # Places past a lane's end point behind the last token, which is cut off.
-            positions = store.positions(seq).long()
-            held.scatter_(2, positions.masked_fill(positions < 0, self.num_tokens), True)
-        return held[..., :-1]
+        if seq is None:
+            return torch.zeros(*store.lane_shape, 0, dtype=torch.int32)
+        return resolution(store.positions(seq), store.counts(seq), self.num_tokens)
 
     # Inside
 

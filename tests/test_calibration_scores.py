@@ -32,6 +32,7 @@ def view_of(n: int = 12, rows: int = 3, heads: int = 4, kv_heads: int = 2, width
         keys=normal(kv_heads, n, width),
         values=normal(kv_heads, n, width),
         log_mass=torch.zeros(kv_heads, n),
+        counts=torch.ones(kv_heads, n, dtype=torch.int64),
         positions=torch.arange(n).expand(kv_heads, n),
         valid=torch.ones(kv_heads, n, dtype=torch.bool),
         num_tokens=n,

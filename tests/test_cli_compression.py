@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cli_tools import ROOT, error_of, invoke, write_tiny_model
 
 from minikv import LLM, CacheConfig, SamplingParams, TierConfig
 from minikv.cache.policies.registry import POLICY_NAMES
 from minikv.cli.batch_lines import parse_request, read_line
 from minikv.cli.chat import take_line
-from minikv.cli.chat_kv import binned
 from minikv.cli.chat_state import ChatState
 from minikv.cli.compression import REQUEST_FIELDS, cache_config
 from minikv.cli.interrupts import Interrupts
@@ -87,10 +85,26 @@ def test_options_are_the_fields_of_the_configuration_with_their_defaults() -> No
     assert all(name in policy.help for name in POLICY_NAMES if ":" not in name)
 
 
+@pytest.mark.parametrize(("given", "refit"), [((), None), (("--refit",), True), (("--no-refit",), False)])
+def test_a_refit_is_asked_for_refused_or_left_to_the_policy(
+    given: tuple[str, ...], refit: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[CacheConfig] = []
+
+    def stop(model: str, engine: Any, compression: Any, **rest: Any) -> None:
+        seen.append(cache_config(engine, compression))
+        raise ConfigError("That is enough.")
+
+    monkeypatch.setattr("minikv.cli.generate.load_llm", stop)
+    invoke("generate", "m", "-p", "a", "--kv-policy", "snapkv", "--kv-budget", 0.5, *given)
+    assert [cache.refit for cache in seen] == [refit]
+
+
 @pytest.mark.parametrize(
     ("text", "budget"),
     [
         ("0.05", 0.05),
+        ("1/128", 1 / 128),
         ("1.0", 1.0),
         ("5e-2", 0.05),
         ("256", 256),
@@ -197,6 +211,8 @@ def mixed_lines() -> list[dict[str, Any]]:
         {"custom_id": "stream", "prompt": TEXT, "policy": "expected", "budget": 40, "prefill": "streaming"}
         | plain,
         {"custom_id": "bytes", "prompt": TEXT, "policy": "adakv", "budget": "64KiB", **plain},
+        {"custom_id": "merged", "prompt": TEXT, "policy": "gracekv", "budget": 0.1, "refit": False, **plain},
+        {"custom_id": "fitted", "prompt": TEXT, "policy": "snapkv", "budget": 0.1, "refit": True, **plain},
         {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
     ]
 
@@ -224,6 +240,8 @@ def test_a_bad_line_fails_by_itself(model: Path, tmp_path: Path) -> None:
         "pool": ({"policy": "snapkv", "budget": 0.1, "kv_dtype": "int8"}, "unknown field 'kv_dtype'"),
         "small": ({"policy": "snapkv", "budget": "1KiB"}, "too little for this model"),
         "profile": ({"policy": "compresskv", "budget": 0.1, "profile": "no-such-file"}, "no-such-file"),
+        "refit": ({"policy": "snapkv", "budget": 0.1, "refit": "yes"}, "refit must be true, false or none"),
+        "all": ({"policy": "full", "refit": True}, "policy full leaves everything"),
     }
     lines = [{"custom_id": name, "prompt": TEXT, "max_tokens": 2, **body} for name, (body, _) in bad.items()]
     out = run_batch(model, tmp_path, [*lines, {"custom_id": "good", "prompt": TEXT, "max_tokens": 2}])
@@ -346,13 +364,6 @@ def test_map_has_a_plain_form_and_colours_where_they_are_wanted(
     monkeypatch.delenv("FORCE_COLOR")
     monkeypatch.setattr("rich.console.Console.encoding", "ascii")
     assert map_with().isascii()
-
-
-def test_shares_are_means_over_equal_runs_of_tokens() -> None:
-    held = torch.tensor([[1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.5], [0.0] * 7])
-    assert binned(held, 100)[0] == held[0].tolist()
-    assert binned(held, 1) == [[pytest.approx(0.5)], [0.0]]
-    assert binned(held, 3)[0] == pytest.approx([2 / 3, 0.5, 0.25])
 
 
 def test_policy_and_budget_can_be_changed_in_a_chat(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,13 +140,14 @@ def test_budgets_that_cannot_be_meant_are_refused_in_a_sentence(value, words):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("0.1", 0.1), ("1.0", 1.0), ("256", 256), (" 64MiB ", "64MiB"), ("1e-2", 0.01)]
+    ("text", "value"),
+    [("0.1", 0.1), ("1.0", 1.0), ("256", 256), (" 64MiB ", "64MiB"), ("1e-2", 0.01), ("1/128", 1 / 128)],
 )
 def test_budgets_typed_as_text(text, value):
     assert read_budget(text) == value
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "2.0", "nan", "much", "64MQ"])
+@pytest.mark.parametrize("text", ["0", "-1", "2.0", "nan", "much", "64MQ", "1/0", "3/2", "0/5", "-1/2"])
 def test_budgets_typed_wrongly(text):
     with pytest.raises(ConfigError):
         read_budget(text)
@@ -240,6 +241,18 @@ def test_a_view_shows_the_stored_rows_in_float32():
     assert view.output_weight.shape == (TINY.hidden_size, TINY.num_query_heads * TINY.head_dim)
     assert (view.group, view.num_tokens, view.layer) == (3, 30, 1)
     assert Compressor(store, DECODER).view(seq, 1, 30, Recorded(), output=False).output_weight.numel() == 0
+
+
+def test_a_view_shows_the_grams_of_each_heads_projection_and_keeps_them():
+    store, seq = filled(30)
+    compressor = Compressor(store, DECODER)
+    assert compressor.view(seq, 1, 30, Recorded()).output_gram is None
+    view = compressor.view(seq, 1, 30, Recorded(), gram=True)
+    assert view.output_gram is compressor.view(seq, 1, 30, Recorded(), output=False, gram=True).output_gram
+    for head, gram in enumerate(view.output_gram):
+        part = view.output_weight[:, head * TINY.head_dim : (head + 1) * TINY.head_dim]
+        torch.testing.assert_close(gram, part.t() @ part)
+    assert not torch.equal(view.output_gram, compressor.view(seq, 0, 30, Recorded(), gram=True).output_gram)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8])

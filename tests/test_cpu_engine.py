@@ -239,7 +239,7 @@ def test_a_logit_that_is_not_a_number_is_not_hidden_by_quantisation():
 def test_captured_queries_are_the_rotated_ones_of_the_plain_decoder():
     """Both decoders hand out the queries of the rows asked for, in every layer."""
     rows = torch.tensor([12, 3, 7])
-    captured = []
+    captured, norms = [], []
     for decoder, dtype, transposed in (
         (packed(CONFIG, "f32", threads=2), torch.float32, True),
         (Decoder(CONFIG, RandomWeights(CONFIG), TorchBackend()), torch.float32, False),
@@ -251,5 +251,8 @@ def test_captured_queries_are_the_rotated_ones_of_the_plain_decoder():
         batch = batch_of(store, [Rows(seq, prompt(20, seed=4), 0, capture=rows)])
         decoder.forward(batch)
         captured.append(batch.captured)
+        norms.append(batch.captured_norms)
     assert captured[0].shape == (CONFIG.num_layers, 3, CONFIG.num_query_heads, CONFIG.head_dim)
     torch.testing.assert_close(captured[0], captured[1], rtol=1e-4, atol=1e-5)
+    assert norms[0].shape == (CONFIG.num_layers, 3)
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-4, atol=1e-5)

@@ -15,10 +15,11 @@ from tiny import RandomWeights
 
 from minikv.cache.evidence import Recorded
 from minikv.cache.policies.profile import HeadProfile
+from minikv.cache.showing import joined, shown_to
 from minikv.cli import eval as command
 from minikv.evals import plots
 from minikv.evals.plan import EvalPlan
-from minikv.evals.sweep import joined, shown_to, variants_of
+from minikv.evals.sweep import variants_of
 from minikv.models.hf_config import normalise_config
 from minikv.probe import Probe
 
@@ -162,6 +163,20 @@ def test_agnostic_compresses_once_for_all_questions(model: Path, tmp_path: Path)
     assert "query-agnostic" in result.stdout
 
 
+def test_merging_and_refits_are_measured_beside_the_plain_policies(model: Path, tmp_path: Path) -> None:
+    policies = "gracekv,gracekv+refit,gracekv-refit,snapkv,snapkv+refit"
+    options = ("--tasks", "quote", "--policies", policies, "--budgets", "1/128,0.2")
+    result = invoke("eval", model, *options, *SIZE, "--threads", 1, "-o", tmp_path)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "0.78125%" in result.stdout and "20%" in result.stdout
+    records = lines(tmp_path)
+    found = {(r["policy"], r["budget"]): r["kl"] for r in records if r["depth"] == records[0]["depth"]}
+    assert set(found) == {("full", None)} | {(p, b) for p in policies.split(",") for b in (1 / 128, 0.2)}
+    assert found["snapkv", 0.2] != found["snapkv+refit", 0.2]
+    assert found["gracekv-refit", 0.2] != found["gracekv+refit", 0.2]
+    assert found["gracekv", 0.2] in (found["gracekv-refit", 0.2], found["gracekv+refit", 0.2])
+
+
 def test_the_full_cache_alone_can_be_measured(model: Path, tmp_path: Path) -> None:
     result = invoke("eval", model, "--tasks", "quote", "--policies", "full", *SIZE, "-o", tmp_path)
     assert result.exit_code == 0, (result.output, result.exception)
@@ -205,6 +220,8 @@ def test_shared_evidence_is_what_a_policy_would_have_recorded_itself(model: Path
         (("--tasks", "essay"), "There is no task 'essay'; choose from needle,"),
         (("--tasks", ","), "tasks must name at least one."),
         (("--policies", "snapvk"), "There is no policy 'snapvk'; did you mean snapkv"),
+        (("--policies", "snapvk+refit"), "There is no policy 'snapvk'; did you mean snapkv"),
+        (("--policies", "full+refit"), "policy full keeps everything"),
         (("--budgets", "1.5"), "budget must be above 0 and at most 1"),
         (("--budgets", "0.5,0"), "at least 1 entry per lane"),
         (("--budgets", "half"), "budget must be a fraction"),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from eval_tools import CopyingProbe, word_tokenizer, word_writer
 
 from minikv.cache.policies.base import Evidence
+from minikv.config import CacheConfig
 from minikv.errors import ConfigError, TemplateError
 from minikv.evals.frame import Frame
 from minikv.evals.haystacks import KIND_OF_TASK
 from minikv.evals.plan import TASKS, EvalPlan
-from minikv.evals.sweep import Sweep, Variant
+from minikv.evals.sweep import Sweep, Variant, _once
 from minikv.evals.text import Prose, reference_prose, text_hash
 
 ANSWERED = ("needle", "multi-needle", "kv-lookup", "multi-turn", "quote")
@@ -113,7 +116,7 @@ def records(probe: CopyingProbe, wanted: EvalPlan, variants: list[Variant] | Non
 
 def variant(budget: float) -> Variant:
     policy = SimpleNamespace(name="half", evidence=Evidence(), allocate=None)
-    return Variant("half", budget, policy, None)  # type: ignore[arg-type]
+    return Variant("half", budget, policy, CacheConfig())
 
 
 @pytest.mark.parametrize("agnostic", [False, True])
@@ -164,6 +167,23 @@ def test_a_model_without_a_template_gets_plain_lines() -> None:
 def test_a_template_that_hides_messages_is_refused() -> None:
     with pytest.raises(TemplateError, match="does not show a message"):
         Frame.of(word_tokenizer("{% for m in messages %}{{ m.role }}{% endfor %}"))
+
+
+def test_what_is_measured_once_is_measured_again_only_where_something_else_is_protected() -> None:
+    calls = []
+
+    class Merging:
+        name, evidence, assign, merge = "merging", Evidence(), None, None
+
+        def measure(self, view: object, protected: torch.Tensor) -> int:
+            calls.append(protected)
+            return len(calls)
+
+    once = _once(Merging())  # type: ignore[arg-type]
+    view: Any = SimpleNamespace(layer=0)
+    some, more = torch.tensor([[True, False]]), torch.tensor([[True, True]])
+    assert [once.measure(view, held) for held in (some, some, more, more, some)] == [1, 1, 2, 2, 3]
+    assert once.spared > 0
 
 
 def test_the_text_goes_on_where_the_context_ends() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from tiny import TINY, RandomWeights, prompt, tiny_decoder
@@ -46,7 +48,9 @@ class Run:
             self.done += len(part)
             if wanted is not None:
                 captured += len(wanted)
-                recorder.add(batch.positions[wanted], batch.captured, batch.rope_lengths[wanted])
+                recorder.add(
+                    batch.positions[wanted], batch.captured, batch.rope_lengths[wanted], batch.captured_norms
+                )
             targets = torch.tensor(ids[first + 1 : first + 1 + len(part)])
             if recorder.wants_surprisal and len(targets):
                 values = token_surprisal(
@@ -238,3 +242,97 @@ def test_what_is_taken_back_leaves_the_window_and_the_surprisal():
     assert len(found.surprisal) == 57
     recorder.forget(3)
     assert recorder.result().queries is None
+
+
+# Queries for the future, and norms
+
+
+@pytest.mark.parametrize("count", [4, 10, 100])
+def test_queries_for_the_future_do_not_depend_on_chunks(count):
+    evidence = Evidence(window=5, future=count)
+    whole = recorded(evidence, range(52), [60])
+    assert whole.future.shape == (2, 6, min(count, 48), 16)
+    for size in (1, 7, 16, 59):
+        parts = recorded(evidence, range(52), chunked(size))
+        torch.testing.assert_close(parts.future, whole.future, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(parts.queries, whole.queries, rtol=1e-4, atol=1e-5)
+
+
+def test_queries_for_the_future_are_spread_over_the_content_and_few_are_captured():
+    ids = prompt(60)
+    every = recorded(Evidence(future=1000), range(60), [60], ids).future
+    some = recorded(Evidence(future=8), range(60), [60], ids).future
+    places = [int((every - some[:, :, i : i + 1]).abs().sum(dim=(0, 1, 3)).argmin()) for i in range(8)]
+    assert places == sorted(set(places))
+    assert places[0] < 10 and places[-1] > 45
+    assert max(b - a for a, b in pairwise(places)) <= 10
+    run = Run()
+    assert run.feed(prompt(60), run.recorder(Evidence(future=8), range(60)), [60]) <= 16
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_queries_for_the_future_are_unrotated(kind):
+    decoder = tiny_decoder(rope=ROPES[kind])
+    found = recorded(Evidence(future=100, query_statistics=True), range(60), chunked(16), None, decoder)
+    torch.testing.assert_close(found.future.mean(dim=2), found.mean, rtol=1e-4, atol=1e-4)
+
+
+def test_queries_for_the_future_go_on_and_are_taken_back_with_their_tokens():
+    ids = prompt(60)
+    run = Run()
+    first = run.recorder(Evidence(future=100), range(30))
+    run.feed(ids, first, [30])
+    longer = first.extended(range(60))
+    run.feed(ids, longer, [30])
+    whole = recorded(Evidence(future=100), range(60), [60], ids)
+    torch.testing.assert_close(longer.result().future, whole.future, rtol=1e-4, atol=1e-5)
+    assert first.result().future.shape[2] == 26
+    longer.forget(34)
+    assert longer.result().future.shape[2] == 30
+    longer.forget(0)
+    assert longer.result().future is None
+    assert not longer.result().serves(Evidence(future=1))
+
+
+def test_residual_norms_are_those_of_the_windows_rows_before_each_layer():
+    decoder, ids = tiny_decoder(), prompt(60)
+    run = Run(decoder)
+    recorder = run.recorder(Evidence(window=5, residual_norms=True), range(52))
+    run.feed(ids, recorder, chunked(7))
+    found = recorder.result()
+    assert found.residual_norms.shape == (2, 5)
+    first = RandomWeights(decoder.config).load("model.embed_tokens.weight")[ids[47:52]].norm(dim=1)
+    torch.testing.assert_close(found.residual_norms[0], first)
+    recorder.forget(50)
+    assert recorder.result().residual_norms.shape == (2, 3)
+    plain = recorded(Evidence(window=5), range(52), [60], ids)
+    assert plain.residual_norms is None and not plain.serves(Evidence(window=5, residual_norms=True))
+
+
+def test_residual_norms_equal_those_of_a_plain_forward_pass():
+    """In every layer, against the layers written out."""
+    decoder, ids = tiny_decoder(), prompt(40)
+    found = recorded(Evidence(window=5, residual_norms=True), range(40), [40], ids, decoder)
+    hidden = decoder.embedding.lookup(torch.tensor(ids))
+    for layer, norms in zip(decoder.layers, found.residual_norms, strict=True):
+        torch.testing.assert_close(norms, hidden[-5:].norm(dim=1), rtol=1e-4, atol=1e-4)
+        hidden = plain_layer(decoder, layer, hidden)
+
+
+def plain_layer(decoder, layer, hidden):
+    config, count = decoder.config, len(hidden)
+    qkv = layer.qkv(decoder._rms_norm(hidden, layer.attention_norm)).view(count, -1, config.head_dim)
+    q, k, v = qkv.split([config.num_query_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+    cos, sin = decoder.rope.cos_sin(torch.arange(count))
+
+    def turned(x):
+        first, second = x.chunk(2, dim=-1)
+        return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+    k, v = (x.repeat_interleave(config.group_size, dim=1).transpose(0, 1) for x in (turned(k), v))
+    logits = turned(q).transpose(0, 1) @ k.transpose(1, 2) / config.head_dim**0.5
+    seen = torch.ones(count, count, dtype=torch.bool).tril()
+    out = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    hidden = hidden + layer.output(out.transpose(0, 1).reshape(count, -1))
+    gate, up = layer.gate_up(decoder._rms_norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+    return hidden + layer.down(torch.nn.functional.silu(gate) * up)

@@ -10,6 +10,7 @@ from minikv.errors import ConfigError, shown
 from minikv.sizes import parse_size
 
 _FORMS = 'a fraction such as 0.1, entries per lane such as 256, or a size such as "64MiB"'
+_PART = re.compile(r"(\d{1,9})/([1-9]\d{0,8})")
 _PLAIN_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|[+-]?inf", re.IGNORECASE)
 
 
@@ -62,7 +63,8 @@ def parse_budget(value: float | int | str) -> Budget:
 
 
 def read_budget(text: str) -> float | int | str:
-    """A budget typed as text, in the form that the configuration takes: `0.1`, `256` or `64MiB`."""
+    """A budget typed as text, in the form that the configuration takes: `0.1`, `1/128`, `256` or
+    `64MiB`."""
     typed = text.strip()
     if re.fullmatch(r"[+-]?\d+", typed):
         if len(typed) > 18:
@@ -70,6 +72,8 @@ def read_budget(text: str) -> float | int | str:
         value: float | int | str = int(typed)
     elif _PLAIN_NUMBER.fullmatch(typed):
         value = float(typed)
+    elif part := _PART.fullmatch(typed):
+        value = int(part[1]) / int(part[2])
     else:
         value = typed
     parse_budget(value)

@@ -1,4 +1,4 @@
-"""The compressor: asks a policy which entries of a sequence stay, and lets the store drop the others.
+"""The compressor: asks a policy which entries of a sequence stay or are merged, and lets the store do it.
 
 What it sees to itself, for every policy: sinks, recent entries and pinned ranges stay; the budget
 counts all entries; a budget that holds everything changes nothing.
@@ -6,10 +6,11 @@ counts all entries; a budget that holds everything changes nothing.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,21 +18,35 @@ from torch import Tensor
 from minikv.cache.ceiling import Ceiling
 from minikv.cache.evidence import Recorded
 from minikv.cache.lanes import LaneStore
-from minikv.cache.policies.base import Allocation, LayerView, Policy
+from minikv.cache.merging import Merger, is_merging, kept_rows
+from minikv.cache.policies.base import (
+    Allocation,
+    AnyPolicy,
+    Evidence,
+    LayerView,
+    Policy,
+    Rows,
+    output_gram,
+)
 from minikv.cache.policies.select import select
 from minikv.cache.policies.window import Window
+from minikv.cache.protect import Ranges, pinned_too_much, protect
+from minikv.cache.showing import for_refit, joined, shown_to
 from minikv.config import CacheConfig
 from minikv.errors import ConfigError
 from minikv.models.config import ModelConfig
-from minikv.sizes import format_size
+from minikv.models.rope import Rope
 
-Ranges = Sequence[tuple[int, int]]
+__all__ = ["Compressor", "Ranges", "Report", "evidence_for", "refits"]
+
+_FUTURE_SPAN = 128  # positions that queries still to come are spread over
 
 
 class Weights(Protocol):
     """What the compressor needs of a decoder."""
 
     config: ModelConfig
+    rope: Rope
 
     def output_weight(self, layer: int) -> Tensor:
         """The output projection of a layer's attention: [hidden, query_heads * head_dim] float32."""
@@ -40,11 +55,80 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Report:
-    """What a compression did: (before, after) entries over all lanes, and bytes of pages; seconds taken."""
+    """What a compression did: (before, after) entries over all lanes, and bytes of pages; seconds taken;
+    entries that now stand for more than one token."""
 
     entries: tuple[int, int]
     bytes: tuple[int, int]
     seconds: float
+    merged: int = 0
+
+
+def refits(policy: AnyPolicy, cache: CacheConfig, ratio: float = math.inf) -> bool:
+    """Whether what a policy leaves is to be refitted: as asked, or else from the `ratio` on, of entries there
+    were to those that stay, from which the policy does so by itself."""
+    if cache.refit is not None:
+        return cache.refit
+    least = getattr(policy, "refit_from", None)
+    return least is not None and ratio >= least
+
+
+def evidence_for(policy: AnyPolicy, cache: CacheConfig) -> Evidence:
+    """What has to be recorded for a policy under a configuration."""
+    if not refits(policy, cache):
+        return policy.evidence
+    return joined([policy.evidence, for_refit(cache.window)])
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One compression that has something to do.
+
+    valid, protected: [layers, kv_heads, n] bool; lengths: [layers, kv_heads] int64; positions:
+    [layers, kv_heads, n] int32; total: entries that may stay; ceiling, room: of a budget in bytes.
+    """
+
+    seq: int
+    policy: Any  # a Policy or a MergingPolicy
+    cache: CacheConfig
+    num_tokens: int
+    recorded: Recorded
+    lengths: Tensor
+    valid: Tensor
+    positions: Tensor
+    protected: Tensor
+    total: int
+    ceiling: Ceiling | None
+    room: int
+
+    @cached_property
+    def floors(self) -> Tensor:
+        """[layers, kv_heads] int64, protected entries of each lane."""
+        return self.protected.sum(dim=-1)
+
+    @cached_property
+    def shown(self) -> Recorded:
+        """What the policy may see."""
+        return shown_to(self.recorded, self.policy.evidence)
+
+    @cached_property
+    def refit_evidence(self) -> Recorded | None:
+        """What a refit may see; None if there is to be none, or if nothing was recorded for it."""
+        wanted = for_refit(self.cache.window)
+        ratio = int(self.lengths.sum()) / self.total
+        if not refits(self.policy, self.cache, ratio) or not self.recorded.serves(wanted):
+            return None
+        return shown_to(self.recorded, wanted)
+
+    @property
+    def end(self) -> int:
+        """Position after the last entry that may be changed."""
+        free = self.valid & ~self.protected
+        return int(self.positions[free].max()) + 1
+
+    def protected_of(self, layer: int) -> Tensor:
+        """[kv_heads, n] bool, n the longest lane of the layer."""
+        return self.protected[layer, :, : int(self.lengths[layer].max())]
 
 
 class Compressor:
@@ -53,11 +137,13 @@ class Compressor:
     def __init__(self, store: LaneStore, model: Weights):
         self.store = store
         self.model = model
+        self._grams: dict[int, Tensor] = {}
 
+    @torch.inference_mode()
     def compress(
         self,
         seq: int,
-        policy: Policy,
+        policy: AnyPolicy,
         cache: CacheConfig,
         num_tokens: int,
         recorded: Recorded,
@@ -65,21 +151,25 @@ class Compressor:
         room: int = 0,
         of_tokens: int | None = None,
     ) -> Report:
-        """`choose`, and drop the rest; pages no longer needed are free when this returns."""
+        """Do what a policy of either kind says, with a refit if the configuration or the policy wants one;
+        pages no longer needed are free when this returns. The arguments are those of `choose`."""
         started = time.perf_counter()
         entries, held = int(self.store.lengths[seq].sum()), self.store.bytes_of(seq)
-        keep = self.choose(seq, policy, cache, num_tokens, recorded, pinned, room, of_tokens)
-        kept = int(keep.sum())
-        if kept < entries:
-            self.store.rewrite(seq, keep)
+        task = self._task(seq, policy, cache, num_tokens, recorded, pinned, room, of_tokens)
+        if task is not None and is_merging(task.policy):
+            self._merge(task)
+        elif task is not None:
+            self._evict(task)
         seconds = time.perf_counter() - started
-        return Report((entries, kept), (held, self.store.bytes_of(seq)), seconds)
+        left = int(self.store.lengths[seq].sum())
+        sizes = (held, self.store.bytes_of(seq))
+        return Report((entries, left), sizes, seconds, self.store.num_merged(seq))
 
     @torch.inference_mode()
     def choose(
         self,
         seq: int,
-        policy: Policy,
+        policy: AnyPolicy,
         cache: CacheConfig,
         num_tokens: int,
         recorded: Recorded,
@@ -87,7 +177,8 @@ class Compressor:
         room: int = 0,
         of_tokens: int | None = None,
     ) -> Tensor:
-        """Which entries stay: [layers, kv_heads, n] bool, over the entries as `LaneStore.slots` lists them.
+        """Which entries a policy that merges nothing keeps: [layers, kv_heads, n] bool, over the entries as
+        `LaneStore.slots` lists them.
 
         num_tokens: logical length of the sequence.
         pinned: token ranges that stay, besides those of `cache`.
@@ -97,11 +188,89 @@ class Compressor:
         A policy whose evidence was not recorded gives way to the window policy. Raises ConfigError when
         pinned tokens alone pass a budget in bytes.
         """
+        assert not is_merging(policy), "what is merged is not a choice among entries"
+        task = self._task(seq, policy, cache, num_tokens, recorded, pinned, room, of_tokens)
+        return self._valid(seq)[1] if task is None else self._keep(task)
+
+    def view(
+        self,
+        seq: int,
+        layer: int,
+        num_tokens: int,
+        recorded: Recorded,
+        output: bool = True,
+        gram: bool = False,
+    ) -> LayerView:
+        """One layer of a sequence as policies see it; without `output` its output_weight is empty, without
+        `gram` its output_gram None."""
+        store, pool = self.store, self.store.pool
+        lengths = torch.from_numpy(store.lengths[seq, layer]).long()
+        heads, longest = len(lengths), int(lengths.max())
+        pages = torch.from_numpy(store.pages[seq, layer, :, : -(-longest // pool.page_size)]).long()
+        keys, values = pool.read_pages(pages.reshape(-1))
+        valid = torch.arange(longest) < lengths[:, None]
+        positions = pool.positions[pages].view(heads, -1)[:, :longest].long()
+        queries, query_heads, norms = recorded.queries, recorded.query_heads, recorded.residual_norms
+        return LayerView(
+            layer=layer,
+            keys=keys.view(heads, -1, pool.head_dim)[:, :longest].float(),
+            values=values.view(heads, -1, pool.head_dim)[:, :longest].float(),
+            log_mass=pool.log_mass[pages].view(heads, -1)[:, :longest],
+            counts=store.counts(seq, layer),
+            positions=positions.masked_fill(~valid, -1),
+            valid=valid,
+            num_tokens=num_tokens,
+            group=self.model.config.group_size,
+            output_weight=self.model.output_weight(layer) if output else torch.empty(0, 0),
+            queries=None if queries is None else queries[layer],
+            query_heads=None if query_heads is None else query_heads[layer],
+            query_positions=recorded.query_positions,
+            residual_norms=None if norms is None else norms[layer],
+            future_queries=self._future(recorded, layer, num_tokens),
+            statistics=recorded.statistics(layer),
+            surprisal=recorded.surprisal,
+            output_gram=self._gram(layer) if gram else None,
+        )
+
+    def _gram(self, layer: int) -> Tensor:
+        """Of the layer's output projection, made once: it depends on weights alone."""
+        if layer not in self._grams:
+            self._grams[layer] = output_gram(self.model.output_weight(layer), self.store.pool.head_dim)
+        return self._grams[layer]
+
+    def _future(self, recorded: Recorded, layer: int, num_tokens: int) -> Tensor | None:
+        """Recorded queries rotated to positions yet to come: [query_heads, F, head_dim]."""
+        if recorded.future is None:
+            return None
+        count = recorded.future.shape[2]
+        positions = num_tokens + torch.arange(count) * _FUTURE_SPAN // count
+        # Dynamic RoPE is taken as it stands at the present length.
+        cos, sin = self.model.rope.cos_sin(positions, torch.full_like(positions, num_tokens))
+        rows = recorded.future[layer]
+        first, second = rows.chunk(2, dim=-1)
+        return rows * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def _valid(self, seq: int) -> tuple[Tensor, Tensor]:
+        """Entries of each lane [layers, kv_heads] int64, and which exist [layers, kv_heads, n] bool."""
         lengths = torch.from_numpy(self.store.lengths[seq]).long()
-        valid = torch.arange(int(lengths.max())) < lengths[..., None]
+        return lengths, torch.arange(int(lengths.max())) < lengths[..., None]
+
+    def _task(
+        self,
+        seq: int,
+        policy: AnyPolicy,
+        cache: CacheConfig,
+        num_tokens: int,
+        recorded: Recorded,
+        pinned: Ranges,
+        room: int,
+        of_tokens: int | None,
+    ) -> _Task | None:
+        """What there is to do; None if the budget holds everything."""
+        lengths, valid = self._valid(seq)
         limit = cache.limit
         if limit is None:
-            return valid
+            return None
         ceiling = None
         if limit.kind == "bytes":
             ceiling = Ceiling.of(limit, self.store)
@@ -113,86 +282,100 @@ class Compressor:
             fits = total >= int(lengths.sum()) or num_tokens <= cache.too_short
             capacity = total // self.store.num_lanes
         if fits:
-            return valid
-        positions = self.store.positions(seq)
-        protected = _protected(positions, lengths, cache, (*cache.pinned, *pinned), capacity)
-        floors = protected.sum(dim=-1)
+            return None
         if not recorded.serves(policy.evidence):
             policy = Window()
+        positions = self.store.positions(seq)
+        # Recent entries compete where they would leave a policy that merges nothing to divide.
+        capacity = capacity // 2 if is_merging(policy) else capacity
+        protected = protect(positions, lengths, cache, (*cache.pinned, *pinned), capacity)
+        floors = protected.sum(dim=-1)
         if ceiling is not None and ceiling.pages(floors.numpy(), room) > ceiling.max_pages:
-            raise ConfigError(_pinned_too_much(int(floors.max()), ceiling))
-        scores = self._scores(seq, policy, num_tokens, recorded, protected, valid)
-        question = Allocation(scores, lengths, floors, max(total, int(floors.sum())))
-        if ceiling is None:
-            return select(scores, policy.allocate(question))
-        return select(scores, _allocate_pages(policy, question, ceiling, room))
+            raise ConfigError(pinned_too_much(int(floors.max()), ceiling))
+        least = torch.minimum(floors.clamp(min=1), lengths) if is_merging(policy) else floors
+        sizes = max(total, int(least.sum())), ceiling, room
+        return _Task(seq, policy, cache, num_tokens, recorded, lengths, valid, positions, protected, *sizes)
 
-    def view(
-        self, seq: int, layer: int, num_tokens: int, recorded: Recorded, output: bool = True
-    ) -> LayerView:
-        """One layer of a sequence as policies see it; without `output` its output_weight is empty."""
-        store, pool = self.store, self.store.pool
-        lengths = torch.from_numpy(store.lengths[seq, layer]).long()
-        heads, longest = len(lengths), int(lengths.max())
-        pages = torch.from_numpy(store.pages[seq, layer, :, : -(-longest // pool.page_size)]).long()
-        keys, values = pool.read_pages(pages.reshape(-1))
-        valid = torch.arange(longest) < lengths[:, None]
-        positions = pool.positions[pages].view(heads, -1)[:, :longest].long()
-        queries, query_heads = recorded.queries, recorded.query_heads
-        return LayerView(
-            layer=layer,
-            keys=keys.view(heads, -1, pool.head_dim)[:, :longest].float(),
-            values=values.view(heads, -1, pool.head_dim)[:, :longest].float(),
-            log_mass=pool.log_mass[pages].view(heads, -1)[:, :longest],
-            positions=positions.masked_fill(~valid, -1),
-            valid=valid,
-            num_tokens=num_tokens,
-            group=self.model.config.group_size,
-            output_weight=self.model.output_weight(layer) if output else torch.empty(0, 0),
-            queries=None if queries is None else queries[layer],
-            query_heads=None if query_heads is None else query_heads[layer],
-            query_positions=recorded.query_positions,
-            statistics=recorded.statistics(layer),
-            surprisal=recorded.surprisal,
-        )
+    # Keeping
 
-    def _scores(
-        self, seq: int, policy: Policy, num_tokens: int, recorded: Recorded, protected: Tensor, valid: Tensor
-    ) -> list[Tensor]:
+    def _evict(self, task: _Task) -> None:
+        keep = self._keep(task)
+        if int(keep.sum()) == int(task.lengths.sum()):
+            return
+        if task.refit_evidence is None:
+            self.store.rewrite(task.seq, keep)
+            return
+
+        def rows_of(layer: int) -> tuple[Rows, Tensor]:
+            view, held = self._view(task, layer), task.protected_of(layer)
+            rows, source = kept_rows(view, keep[layer, :, : held.shape[1]], held)
+            return self._refitted(task, view, rows), source
+
+        self.store.replace(task.seq, rows_of, task.end)
+
+    def _keep(self, task: _Task) -> Tensor:
+        """[layers, kv_heads, n] bool, the entries that stay."""
+        scores = self._scores(task)
+        question = Allocation(scores, task.lengths, task.floors, task.total)
+        if task.ceiling is None:
+            return select(scores, task.policy.allocate(question))
+        return select(scores, _allocate_pages(task.policy, question, task.ceiling, task.room))
+
+    def _scores(self, task: _Task) -> list[Tensor]:
         """Per layer [kv_heads, n] float32, +inf for protected entries and -inf past a lane's end."""
         scores = []
-        for layer, (inside, held) in enumerate(zip(valid, protected, strict=True)):
-            longest = int(inside.sum(dim=-1).max())
-            view = self.view(
-                seq, layer, num_tokens, recorded, getattr(policy.evidence, "output_weight", True)
-            )
-            given = policy.score(view).float()
-            given = given.masked_fill(held[:, :longest], torch.inf)
-            scores.append(given.masked_fill(~inside[:, :longest], -torch.inf))
+        for layer in range(len(task.lengths)):
+            view = self._view(task, layer)
+            given = task.policy.score(view).float()
+            given = given.masked_fill(task.protected_of(layer), torch.inf)
+            scores.append(given.masked_fill(~view.valid, -torch.inf))
         return scores
 
+    def _view(self, task: _Task, layer: int) -> LayerView:
+        wanted = task.policy.evidence
+        output, gram = wanted.output_weight, wanted.output_gram
+        return self.view(task.seq, layer, task.num_tokens, task.shown, output, gram)
 
-def _protected(
-    positions: Tensor, lengths: Tensor, cache: CacheConfig, pinned: Ranges, capacity: int
-) -> Tensor:
-    """Entries that stay whatever their scores: [layers, kv_heads, n] bool, at most `capacity` per lane
-    beside pinned ones; recent entries give way before sinks."""
-    valid = positions >= 0
-    place = torch.arange(positions.shape[-1])
-    held = torch.zeros_like(valid)
-    for start, end in pinned:
-        held |= (positions >= start) & (positions < end)
-    sinks, recent = cache.sinks, cache.recent
-    while True:
-        ends = (place < sinks) | (place >= lengths[..., None] - recent)
-        mask = (held | ends) & valid
-        excess = int(mask.sum(dim=-1).max()) - capacity
-        if excess <= 0 or not (recent or sinks):
-            return mask
-        if recent:
-            recent = max(0, recent - excess)
-        else:
-            sinks = max(0, sinks - excess)
+    # Merging
+
+    def _merge(self, task: _Task) -> None:
+        measured = []
+        for layer in range(len(task.lengths)):
+            measured.append(task.policy.measure(self._view(task, layer), task.protected_of(layer)))
+        merger = Merger(task.policy, measured, task.lengths, task.floors)
+        assignment = (
+            merger.assign(task.total)
+            if task.ceiling is None
+            else merger.assign_pages(task.total, task.ceiling, task.room)
+        )
+
+        def rows_of(layer: int) -> tuple[Rows, Tensor]:
+            view, held = self._view(task, layer), task.protected_of(layer)
+            rows, source = merger.rows(layer, view, assignment[layer], held)
+            return self._refitted(task, view, rows), source
+
+        self.store.replace(task.seq, rows_of, task.end)
+
+    def _refitted(self, task: _Task, view: LayerView, rows: Rows) -> Rows:
+        """The rows with masses and values corrected, if there is to be a refit."""
+        if task.refit_evidence is None:
+            return rows
+        from minikv.cache.refit import refit
+
+        shown = self._with(view, task.refit_evidence, task.num_tokens)
+        return refit(shown, rows)
+
+    def _with(self, view: LayerView, recorded: Recorded, num_tokens: int) -> LayerView:
+        """The view with other evidence."""
+        assert recorded.queries is not None and recorded.query_heads is not None
+        return replace(
+            view,
+            queries=recorded.queries[view.layer],
+            query_heads=recorded.query_heads[view.layer],
+            query_positions=recorded.query_positions,
+            residual_norms=None,
+            future_queries=self._future(recorded, view.layer, num_tokens),
+        )
 
 
 def _allocate_pages(policy: Policy, question: Allocation, ceiling: Ceiling, room: int) -> Tensor:
@@ -211,11 +394,3 @@ def _allocate_pages(policy: Policy, question: Allocation, ceiling: Ceiling, room
             return torch.from_numpy(ceiling.filled(counts.numpy(), lengths, room))
         assert total > least, "the protected entries were found to fit"
         total = max(least, total - excess * ceiling.page_size)
-
-
-def _pinned_too_much(count: int, ceiling: Ceiling) -> str:
-    least = -(-(count + 1) // ceiling.page_size) * ceiling.num_lanes * ceiling.page_bytes
-    return (
-        f"The {count} tokens that are pinned do not fit a budget of "
-        f"{format_size(ceiling.max_pages * ceiling.page_bytes)}; it must be at least {format_size(least)}."
-    )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.policies.base import Evidence, QueryStatistics
+from minikv.cache.spread import Spread
 
 if TYPE_CHECKING:
     from minikv.models.config import ModelConfig
@@ -37,6 +38,8 @@ class Recorded:
     mean [layers, query_heads, head_dim], covariance [layers, query_heads, head_dim, head_dim] float32: of
     the unrotated queries.
     surprisal: [n] float32 by position, NaN where not known.
+    residual_norms: [layers, W] float32, of the residual streams that `queries` were made from.
+    future: [layers, query_heads, F, head_dim] float32, unrotated queries spread over the content.
     """
 
     queries: Tensor | None = None
@@ -45,6 +48,8 @@ class Recorded:
     mean: Tensor | None = None
     covariance: Tensor | None = None
     surprisal: Tensor | None = None
+    residual_norms: Tensor | None = None
+    future: Tensor | None = None
 
     def statistics(self, layer: int) -> QueryStatistics | None:
         """Mean and covariance of one layer."""
@@ -58,6 +63,8 @@ class Recorded:
             (evidence.window and self.queries is None)
             or (evidence.query_statistics and self.mean is None)
             or (evidence.surprisal and self.surprisal is None)
+            or (evidence.future and self.future is None)
+            or (evidence.residual_norms and self.residual_norms is None)
         )
 
 
@@ -89,14 +96,21 @@ class Recorder:
         chosen = torch.arange(heads).expand(layers, heads) if evidence.heads is None else evidence.heads
         self._heads = chosen.sort(dim=1).values
         self._all_heads = evidence.heads is None
-        self._latest: list[tuple[Tensor, Tensor]] = []  # positions and queries of the last rows that count
+        self._latest: list[_Rows] = []  # the last that count
+        self._spread = Spread(evidence.future) if evidence.future else None
         self._moments = _Moments(layers, heads, config.head_dim) if evidence.query_statistics else None
         self._surprisal = torch.empty(0)
+        self._end = 0  # position after the last row that counted
 
     @property
     def wants_surprisal(self) -> bool:
         """Whether `add_surprisal` is waited for."""
         return self.evidence.surprisal
+
+    def keeps_traces(self, position: int) -> bool:
+        """Whether something would be left of rows from `position` on if they were forgotten."""
+        lasting = self.evidence.query_statistics or self.evidence.future > 0
+        return lasting and self._end > position
 
     def wanted_rows(self, first_position: int, count: int) -> Tensor | None:
         """Rows [R] int64, ascending, of a chunk of `count` tokens whose queries are to be captured."""
@@ -110,27 +124,38 @@ class Recorder:
                 wanted[positions < self.content.stop - self.evidence.window] = False
         if self._moments is not None:
             wanted |= counted & self._sampled(positions)
+        if self._spread is not None:
+            wanted[self._spread_rows(positions)] = True
         rows = wanted.nonzero().squeeze(1)
         return rows if len(rows) else None
 
-    def add(self, positions: Tensor, captured: Tensor, lengths: Tensor | None = None) -> None:
+    def add(
+        self,
+        positions: Tensor,
+        captured: Tensor,
+        lengths: Tensor | None = None,
+        norms: Tensor | None = None,
+    ) -> None:
         """Take rotated queries captured [layers, R, query_heads, head_dim] at positions [R] (ascending,
-        after those of earlier calls). `lengths` [R] as the rows were rotated with, see `Rope.cos_sin`."""
+        after those of earlier calls). `lengths` [R] as the rows were rotated with, see `Rope.cos_sin`;
+        `norms` [layers, R] of the residual streams."""
         counted = self._counted(positions)
         window = self.evidence.window
         rows = counted.nonzero().squeeze(1)
+        if len(rows):
+            self._end = int(positions[rows[-1]]) + 1
         if window and len(rows):
             recent = rows[-window:]
-            self._latest.append((positions[recent], self._of_wanted_heads(captured.index_select(1, recent))))
+            queries = self._of_wanted_heads(captured.index_select(1, recent))
+            taken = None if norms is None or not self.evidence.residual_norms else norms[:, recent]
+            self._latest.append(_Rows(positions[recent], queries, taken))
             if len(self._latest) > 4 * window:  # a decoding sequence brings one row at a time
                 self._latest = [self._window()]
+        if self._spread is not None:
+            self._add_spread(positions, captured, lengths)
         if self._moments is not None:
             rows = rows[self._sampled(positions[rows])]
-            lengths = None if lengths is None else lengths[rows]
-            cos, sin = self._rope.cos_sin(positions[rows], lengths)
-            # cos and sin carry yarn's factor, once in the rotation and once in its inverse.
-            square = self._rope.attention_factor**2
-            self._moments.add(captured, rows, cos / square, sin / square)
+            self._moments.add(captured, rows, *self._inverse(positions[rows], lengths, rows))
 
     def add_surprisal(self, first_position: int, values: Tensor) -> None:
         """Take -log p [n] of the tokens at first_position and after."""
@@ -142,12 +167,9 @@ class Recorder:
     def forget(self, position: int) -> None:
         """Drop what was recorded of tokens from `position` on, which are taken back. They stay in the
         statistics: one reply among all the tokens of a conversation."""
-        kept = [(positions, positions < position) for positions, _ in self._latest]
-        self._latest = [
-            (positions[keep], queries[:, :, keep])
-            for (positions, keep), (_, queries) in zip(kept, self._latest, strict=True)
-            if keep.any()
-        ]
+        self._latest = [rows.before(position) for rows in self._latest if rows.positions[0] < position]
+        if self._spread is not None:
+            self._spread.forget(position)
         self._surprisal = self._surprisal[:position]
 
     def extended(self, content: range) -> Recorder:
@@ -169,31 +191,55 @@ class Recorder:
         other = copy.copy(self)
         other._latest = list(self._latest)
         other._surprisal = self._surprisal.clone()
+        other._spread = None if self._spread is None else self._spread.copy()
         other._moments = None if self._moments is None else self._moments.copy()
         return other
 
     def result(self) -> Recorded:
         """What has been recorded so far."""
-        positions, queries = self._window() if self._latest else (None, None)
+        window = self._window() if self._latest else None
         mean, covariance = (None, None) if self._moments is None else self._moments.result()
         return Recorded(
-            queries=queries,
-            query_heads=self._heads if self._latest else None,
-            query_positions=positions,
+            queries=None if window is None else window.queries,
+            query_heads=None if window is None else self._heads,
+            query_positions=None if window is None else window.positions,
             mean=mean,
             covariance=covariance,
             surprisal=self._surprisal if self.evidence.surprisal else None,
+            residual_norms=None if window is None else window.norms,
+            future=None if self._spread is None else self._spread.result(),
         )
 
     def _counted(self, positions: Tensor) -> Tensor:
         counted = (positions >= self.content.start) & (positions < self.content.stop)
         return counted if self.resumes is None else counted | (positions >= self.resumes)
 
-    def _window(self) -> tuple[Tensor, Tensor]:
-        """Positions [W] and queries [layers, k, W, head_dim] of the last rows that count."""
-        window = self.evidence.window
-        positions = torch.cat([positions for positions, _ in self._latest])[-window:]
-        return positions, torch.cat([queries for _, queries in self._latest], dim=2)[:, :, -window:]
+    def _window(self) -> _Rows:
+        """The last rows that count, as many as the window holds."""
+        return _Rows.joined(self._latest, self.evidence.window)
+
+    def _spread_rows(self, positions: Tensor) -> Tensor:
+        """Rows [R] int64 of a chunk that are among those spread over the content."""
+        assert self._spread is not None
+        rows = (self._counted(positions) & (positions >= _UNLIKE_OTHERS)).nonzero().squeeze(1)
+        return rows[self._spread.announce(positions[rows])]
+
+    def _add_spread(self, positions: Tensor, captured: Tensor, lengths: Tensor | None) -> None:
+        assert self._spread is not None
+        # Of rows captured for another reason as well: the stride follows from all rows of the chunk, and was
+        # settled when they were asked for.
+        rows = self._spread_rows(positions)
+        part = captured.index_select(1, rows).transpose(1, 2)
+        plain = torch.empty(part.shape)
+        _unrotate(part, *self._inverse(positions[rows], lengths, rows), plain)
+        self._spread.add(positions[rows], plain)
+
+    def _inverse(self, positions: Tensor, lengths: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [R, head_dim] that `_unrotate` takes for rows [R] at positions [R]."""
+        cos, sin = self._rope.cos_sin(positions, None if lengths is None else lengths[rows])
+        # They carry yarn's factor, once in the rotation and once in its inverse.
+        square = self._rope.attention_factor**2
+        return cos / square, sin / square
 
     def _sampled(self, positions: Tensor) -> Tensor:
         return (positions >= _UNLIKE_OTHERS) & (positions % self._stride == 0)
@@ -204,6 +250,34 @@ class Recorder:
         if self._all_heads:
             return by_head
         return by_head[torch.arange(len(by_head))[:, None], self._heads]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """positions [n] (ascending), queries [layers, k, n, head_dim], norms [layers, n] or None."""
+
+    positions: Tensor
+    queries: Tensor
+    norms: Tensor | None
+
+    @classmethod
+    def joined(cls, parts: list[_Rows], most: int) -> _Rows:
+        """The last `most` rows of all parts."""
+        norms = [part.norms for part in parts if part.norms is not None]
+        return cls(
+            torch.cat([part.positions for part in parts])[-most:],
+            torch.cat([part.queries for part in parts], dim=2)[:, :, -most:],
+            torch.cat(norms, dim=1)[:, -most:] if len(norms) == len(parts) else None,
+        )
+
+    def before(self, position: int) -> _Rows:
+        """Those at positions below `position`."""
+        keep = self.positions < position
+        return _Rows(
+            self.positions[keep],
+            self.queries[:, :, keep],
+            None if self.norms is None else self.norms[:, keep],
+        )
 
 
 class _Moments:

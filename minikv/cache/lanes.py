@@ -6,11 +6,18 @@ touched only through the pool.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from minikv.cache.merged import Merged
 from minikv.cache.pool import PagePool
+
+if TYPE_CHECKING:
+    from minikv.cache.policies.base import Rows
 
 
 class LaneStore:
@@ -18,11 +25,16 @@ class LaneStore:
 
     pages: [max_seqs, layers, kv_heads, max_pages] int32, 0 where nothing is held.
     num_pages, lengths: [max_seqs, layers, kv_heads] int32, pages held and entries stored.
+    has_mass: [max_seqs] bool, whether an entry of the sequence has a log mass other than zero.
+    num_tokens: [max_seqs] int64, logical length of each sequence, whatever is stored of it.
 
     Who owns a page: the pool's free list, or exactly one place of `pages`.
 
-        pool.allocate --> reserve / fork / rewrite(fresh) --> a lane of an open sequence
-        a lane        --> truncate / rewrite / close      --> pool.free, in the same call
+        pool.allocate --> reserve / fork / rewrite(fresh)         --> a lane of an open sequence
+        a lane        --> truncate / rewrite / replace / close    --> pool.free, in the same call
+
+    An entry stands for one token unless `replace` has put it there; how many it then stands for is
+    kept here on the host, as kernels need the log mass alone.
     """
 
     def __init__(self, pool: PagePool, max_seqs: int, num_layers: int, num_kv_heads: int, max_entries: int):
@@ -35,6 +47,8 @@ class LaneStore:
         self.num_pages = np.zeros((max_seqs, *self.lane_shape), dtype=np.int32)
         self.lengths = np.zeros((max_seqs, *self.lane_shape), dtype=np.int32)
         self.has_mass = np.zeros(max_seqs, dtype=bool)
+        self.num_tokens = np.zeros(max_seqs, dtype=np.int64)
+        self._merged: list[Merged | None] = [None] * max_seqs
         self._open = np.zeros(max_seqs, dtype=bool)
         # Entries that every lane of a sequence has room for on the pages that it holds, at least: a
         # number to look at in each step where counting over all lanes would take its time.
@@ -60,6 +74,8 @@ class LaneStore:
         self._shrink(seq, np.zeros(self.lane_shape, dtype=np.int32))
         self.lengths[seq] = 0
         self.has_mass[seq] = False
+        self.num_tokens[seq] = 0
+        self._merged[seq] = None
         self._open[seq] = False
 
     def fork(self, source: int) -> int | None:
@@ -73,6 +89,8 @@ class LaneStore:
         self.pool.copy_pages(self.pages[source][held], self.pages[seq][held])
         self.lengths[seq] = self.lengths[source]
         self.has_mass[seq] = self.has_mass[source]
+        self.num_tokens[seq] = self.num_tokens[source]
+        self._merged[seq] = self._merged[source]
         return seq
 
     # Room for new entries
@@ -104,6 +122,7 @@ class LaneStore:
     def append(self, seq: int, count: int) -> None:
         """Count `count` written entries into every lane."""
         self.lengths[seq] += count
+        self.num_tokens[seq] += count
         self._room[seq] -= count
         assert self._room[seq] >= 0, "append without reserve"
 
@@ -154,15 +173,39 @@ class LaneStore:
         positions = self.pool.positions.view(-1)[slots]
         return positions.masked_fill(~valid, -1)
 
+    def counts(self, seq: int, layer: int | None = None) -> Tensor:
+        """Tokens that each entry stands for: [layers, kv_heads, n] int64, or [kv_heads, n] of one layer; n
+        is the longest of these lanes, 0 past a lane's end."""
+        lengths = self.lengths[seq] if layer is None else self.lengths[seq, layer]
+        held = np.arange(int(lengths.max())) < lengths[..., None]
+        merged = self._merged[seq]
+        return torch.from_numpy(held.astype(np.int64) if merged is None else merged.of(held, layer))
+
+    def num_merged(self, seq: int) -> int:
+        """Entries that stand for more than one token."""
+        merged = self._merged[seq]
+        return 0 if merged is None else merged.many
+
+    def can_truncate(self, seq: int, position: int) -> bool:
+        """Whether no entry that would stay holds anything of tokens from `position` on."""
+        merged = self._merged[seq]
+        return merged is None or position >= merged.end
+
     def truncate(self, seq: int, position: int) -> None:
         """Drop every entry of logical position `position` or later; freed pages return at once.
 
-        Entries of a lane ascend by position, so this only shortens lanes.
+        Entries of a lane ascend by position, so this only shortens lanes. The caller checks
+        `can_truncate` first.
         """
+        assert self.can_truncate(seq, position), "a merged entry holds tokens on both sides"
         positions = self.positions(seq)
         kept = ((positions >= 0) & (positions < position)).sum(dim=-1).numpy().astype(np.int32)
         self.lengths[seq] = kept
+        self.num_tokens[seq] = min(position, int(self.num_tokens[seq]))
         self._shrink(seq, -(-kept // self.pool.page_size))
+        if (merged := self._merged[seq]) is not None:
+            self._merged[seq] = merged.shortened(kept)
+        self._look_for_mass(seq)
 
     def rewrite(self, seq: int, keep: Tensor, fresh: bool = False) -> None:
         """Keep a subset of each lane's entries, in order, and free every page no longer needed.
@@ -185,8 +228,11 @@ class LaneStore:
             self.num_pages[seq] = 0
             self._grow(seq, held)
         self._move(seq, source, keep, counts)
+        if (merged := self._merged[seq]) is not None:
+            self._merged[seq] = merged.kept(keep.numpy())
         self.lengths[seq] = counts
         self._room[seq] = 0
+        self._look_for_mass(seq)
         if old_pages is not None:
             self.pool.free(old_pages.astype(np.int64))
         else:
@@ -201,6 +247,50 @@ class LaneStore:
         taken = torch.from_numpy(entry < counts[..., None])
         for layer in range(self.lane_shape[0]):
             self.pool.move_rows(source[layer][keep[layer]], target[layer][taken[layer]])
+
+    def replace(self, seq: int, rows_of: Callable[[int], tuple[Rows, Tensor]], end: int) -> None:
+        """Put other rows in the place of all that the lanes hold, in place and layer by layer; pages no
+        longer needed are free when a layer is done.
+
+        rows_of: gives of a layer the rows, fewer in each lane than it holds or as many, and for each an
+            entry of the lane [kv_heads, m] int64 that it may equal. It is asked when all layers before are
+            done; if it raises, those stay replaced and the others as they were.
+        end: position after the last token of which anything has gone into another entry.
+        """
+        merged = (self._merged[seq] or Merged.none(self.lane_shape)).until(end)
+        self._merged[seq] = merged
+        self.has_mass[seq] = True
+        for layer in range(self.lane_shape[0]):
+            rows, source = rows_of(layer)
+            held = rows.positions >= 0
+            lengths = held.sum(dim=1).numpy().astype(np.int32)
+            assert (lengths <= self.lengths[seq, layer]).all(), "a lane got more entries than it had"
+            self._write_layer(seq, layer, rows, source, held)
+            self.lengths[seq, layer] = lengths
+            merged = merged.with_layer(layer, rows.counts.numpy(), held.numpy())
+            self._merged[seq] = merged
+            pages = self.num_pages[seq].copy()
+            pages[layer] = -(-lengths // self.pool.page_size)
+            self._shrink(seq, pages)
+        self._look_for_mass(seq)
+
+    def _write_layer(self, seq: int, layer: int, rows: Rows, source: Tensor, held: Tensor) -> None:
+        heads, longest = held.shape
+        table = torch.from_numpy(self.pages[seq, layer]).long()
+
+        def slots(entry: Tensor) -> Tensor:
+            page = table.gather(1, entry // self.pool.page_size)
+            return page * self.pool.page_size + entry % self.pool.page_size
+
+        target = slots(torch.arange(longest).expand(heads, longest))[held]
+        self.pool.replace_rows(target, rows.keys[held], rows.values[held], slots(source)[held])
+        self.pool.write_entries(target, rows.positions[held], rows.log_mass[held])
+
+    def _look_for_mass(self, seq: int) -> None:
+        """Find out whether a sequence that had log masses still has any."""
+        if self.has_mass[seq]:
+            slots, valid = self.slots(seq)
+            self.has_mass[seq] = bool((self.pool.log_mass.view(-1)[slots][valid] != 0).any())
 
     # Counting
 
@@ -220,5 +310,14 @@ class LaneStore:
         assert not self.lengths[~self._open].any(), "a closed sequence has entries"
         assert (self.lengths >= 0).all(), "a lane has a negative length"
         assert (self.lengths <= self.num_pages * self.pool.page_size).all(), "a lane is longer than its pages"
+        assert not any(self._merged[seq] for seq in np.flatnonzero(~self._open)), (
+            "a closed sequence has counts"
+        )
+        assert (self.lengths.max(axis=(1, 2)) <= self.num_tokens).all(), "a lane stands for too many tokens"
+        for seq in (seq for seq, merged in enumerate(self._merged) if merged is not None):
+            counts = self.counts(seq).numpy()
+            stored = np.arange(counts.shape[-1]) < self.lengths[seq][..., None]
+            assert (counts[stored] >= 1).all(), "an entry stands for no token"
+            assert (counts.sum(axis=-1) <= self.num_tokens[seq]).all(), "a lane stands for too many tokens"
         assert (self.pages[held] > 0).all() and not self.pages[~held].any(), "a lane table has a hole"
         self.pool.check(self.pages[held].astype(np.int64))

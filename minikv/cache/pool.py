@@ -201,6 +201,21 @@ class PagePool:
             return keys, values, None, None
         return keys, values, self.key_scales.view(-1)[flat], self.value_scales.view(-1)[flat]
 
+    def replace_rows(self, target: Tensor, keys: Tensor, values: Tensor, source: Tensor) -> None:
+        """Write rows [n, head_dim] to slots [n]. A key or a value that is the one at its `source` slot [n]
+        stays so bit for bit; rounding it again to int8 could change its last bit. `target` may overlap
+        `source`."""
+        stored, key_scales = self._round(keys)
+        weights, value_scales = self._round(values)
+        if key_scales is not None and value_scales is not None:
+            old_keys, old_values, old_key_scales, old_value_scales = self._take(source)
+            assert old_key_scales is not None and old_value_scales is not None
+            same = (old_keys * old_key_scales.unsqueeze(-1) == keys).all(-1)
+            stored[same], key_scales[same] = old_keys[same], old_key_scales[same]
+            same = (old_values * old_value_scales.unsqueeze(-1) == values).all(-1)
+            weights[same], value_scales[same] = old_values[same], old_value_scales[same]
+        self._put(target, stored, weights, key_scales, value_scales)
+
     def move_rows(self, source: Tensor, target: Tensor) -> None:
         """Copy whole entries from slots to slots, bit for bit; the sets may overlap."""
         self._put(target, *self._take(source))

@@ -21,6 +21,7 @@ REQUEST_FIELDS = (
     "decode_slack",
     "pinned",
     "profile",
+    "refit",
 )
 
 
@@ -44,7 +45,7 @@ def changed(cache: CacheConfig, fields: Mapping[str, Any]) -> CacheConfig:
     policy = fields.get("policy", cache.policy)
     dropped: dict[str, Any] = {}
     if policy == "full":
-        dropped |= {"budget": None, "decode_slack": None, "prefill": "exact"}
+        dropped |= {"budget": None, "decode_slack": None, "prefill": "exact", "refit": None}
     if "compresskv" not in str(policy):
         dropped |= {"profile": None}
     return dataclasses.replace(cache, **{**dropped, **fields})

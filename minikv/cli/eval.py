@@ -36,7 +36,7 @@ GRID = (
     Option(
         "policies",
         "text",
-        "Policies as in --kv-policy; the full cache is always measured.",
+        "Policies as in --kv-policy, also with +refit or -refit behind; the full cache is always measured.",
         "snapkv,adakv,compresskv",
         metavar="P,Q",
     ),

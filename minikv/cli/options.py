@@ -22,7 +22,7 @@ from minikv.errors import ConfigError, shown
 if TYPE_CHECKING:
     from minikv import LLM
 
-Kind = Literal["int", "int_or_none", "float", "text", "flag", "texts", "ints", "bias", "json_args"]
+Kind = Literal["int", "int_or_none", "float", "text", "flag", "switch", "texts", "ints", "bias", "json_args"]
 _METAVARS: dict[str, str] = {
     "int": "N",
     "int_or_none": "N|none",
@@ -40,7 +40,8 @@ _REPEATED = ("texts", "ints", "bias", "json_args")
 
 @dataclass(frozen=True)
 class Option:
-    """One option, `--name-with-dashes` unless `flag` says otherwise."""
+    """One option, `--name-with-dashes` unless `flag` says otherwise. A `flag` is on when given; a `switch`
+    is on, or off with `--no-` before its name, or left as it is."""
 
     name: str
     kind: Kind
@@ -100,7 +101,7 @@ COMPRESSION = (
         "kv_policy",
         "text",
         "What chooses the KV entries that stay: full, window, snapkv, adakv, expected, compresskv, or "
-        "adakv:SCORING.",
+        "adakv:SCORING; or merges them: gracekv.",
         "full",
         metavar="NAME",
     ),
@@ -123,6 +124,7 @@ COMPRESSION = (
     ),
     Option("kv_slack", "int", "Entries per lane above the budget at which a reply is compressed too."),
     Option("kv_profile", "text", "Calibration profile for compresskv.", metavar="FILE"),
+    Option("kv_refit", "switch", "Correct what stays so that it answers as all did before.", flag="--refit"),
 )
 TEMPLATE = (
     Option(
@@ -132,10 +134,11 @@ TEMPLATE = (
 
 
 def _parameter(option: Option, panel: str) -> inspect.Parameter:
-    types: dict[str, Any] = {"int": int | None, "float": float | None, "flag": bool}
+    types: dict[str, Any] = {"int": int | None, "float": float | None, "flag": bool, "switch": bool | None}
     kind: Any = list[str] | None if option.kind in _REPEATED else types.get(option.kind, str | None)
+    spelled = option.spelling
     info = typer.Option(
-        option.spelling,
+        f"{spelled}/--no-{spelled.removeprefix('--')}" if option.kind == "switch" else spelled,
         help=option.help + (f" Default: {option.default}." if option.default else ""),
         metavar=option.metavar or _METAVARS.get(option.kind),
         show_default=False,
@@ -151,7 +154,7 @@ def _collect(options: Sequence[Option], values: dict[str, Any]) -> dict[str, Any
     given: dict[str, Any] = {}
     for option in options:
         value = values.pop(option.name)
-        if value is None or value is False or value == []:
+        if value is None or value == [] or (value is False and option.kind == "flag"):
             continue
         try:
             given[option.name] = _convert(option, value)
@@ -253,6 +256,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "float": float,
     "text": str,
     "flag": _flag,
+    "switch": _flag,
     "texts": _texts,
     "ints": _ints,
     "bias": _bias,
@@ -263,6 +267,7 @@ _EXPECTED: dict[str, str] = {
     "int_or_none": "a whole number or none",
     "float": "a number",
     "flag": "on or off",
+    "switch": "on or off",
     "texts": 'text, a JSON string such as "\\n" or a JSON list of strings',
     "ints": "whole numbers separated by commas or blanks",
     "bias": "ID=BIAS pairs separated by blanks",

@@ -22,8 +22,9 @@ class EvalPlan:
     """The grid of an evaluation.
 
     tasks, policies, budgets (as in `CacheConfig`), lengths: every combination is measured, and the
-    full cache beside. samples: contexts per length; their seeds are seed, seed + 1, ... agnostic:
-    compress before the question is known. sinks, recent, window, profile: as in `CacheConfig`.
+    full cache beside. A policy may have `+refit` or `-refit` behind its name. samples: contexts per
+    length; their seeds are seed, seed + 1, ... agnostic: compress before the question is known. sinks,
+    recent, window, profile: as in `CacheConfig`.
 
     Raises ConfigError for what cannot be measured.
     """
@@ -52,7 +53,7 @@ class EvalPlan:
         for task in self.tasks:
             _check_task(task)
         for policy in self.policies:
-            check_policy_name(policy)
+            check_policy_name(with_refit(policy)[0])
         for length in self.lengths:
             if length < 1:
                 raise ConfigError(f"lengths must be numbers of tokens of at least 1, not {shown(length)}.")
@@ -81,13 +82,15 @@ class EvalPlan:
 
     def cache(self, policy: str, budget: Budget) -> CacheConfig:
         """The configuration of one column. Raises ConfigError for a budget that cannot be used."""
+        name, refit = with_refit(policy)
         return CacheConfig(
-            policy=policy,
+            policy=name,
             budget=budget,
             sinks=self.sinks,
             recent=self.recent,
             window=self.window,
-            profile=self.profile if "compresskv" in policy else None,
+            profile=self.profile if "compresskv" in name else None,
+            refit=refit,
         )
 
     def chosen(self, records: Iterable[Record]) -> list[Record]:
@@ -102,6 +105,14 @@ class EvalPlan:
             and record.agnostic == self.agnostic
             and (record.policy, repr(record.budget)) in variants
         ]
+
+
+def with_refit(policy: str) -> tuple[str, bool | None]:
+    """A column's policy, and whether what it leaves is refitted; None: if it does so by itself."""
+    for ending, refit in (("+refit", True), ("-refit", False)):
+        if policy.endswith(ending):
+            return policy.removesuffix(ending), refit
+    return policy, None
 
 
 def read_budgets(names: Sequence[str]) -> tuple[Budget, ...]:

@@ -3,28 +3,31 @@
     context --compute once--> full lanes --copy--> + question --copy--> compress --> answer   (aware)
                                          --copy--> compress --copy--> question, answer     (agnostic)
 
-The evidence that policies want is recorded once, all of it, and each policy is shown its part.
+The evidence that policies want is recorded once, all of it; each policy is shown its part.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from minikv.cache.compress import evidence_for
 from minikv.cache.evidence import Recorded, Recorder
-from minikv.cache.policies.base import Evidence, LayerView, Policy
+from minikv.cache.merging import is_merging
+from minikv.cache.policies.base import AnyPolicy, LayerView, MergingPolicy, Policy
 from minikv.cache.policies.profile import HeadProfile
 from minikv.cache.policies.registry import make_policy
+from minikv.cache.showing import joined
 from minikv.config import CacheConfig
 from minikv.evals.answers import Answers, Reference
 from minikv.evals.haystacks import KIND_OF_TASK, Writer
 from minikv.evals.metrics import Measures, measure
-from minikv.evals.plan import FULL, Budget, EvalPlan
+from minikv.evals.plan import FULL, Budget, EvalPlan, with_refit
 from minikv.evals.questions import Dialogue, Haystack, Turn
 from minikv.evals.records import MEASURES, Record
 
@@ -41,37 +44,68 @@ _MOST_ANSWER = 256  # tokens of questions and answers that a copy has to have ro
 
 @dataclass(frozen=True)
 class Variant:
-    """A policy under a budget."""
+    """A policy of either kind under a budget."""
 
     name: str
     budget: Budget
-    policy: Policy
+    policy: AnyPolicy
     cache: CacheConfig
 
 
 class _ScoredOnce:
     """A policy on copies of one context: a layer's scores do not depend on the budget, so they are
-    computed for the first copy only."""
+    computed for the first copy only. spared: seconds that this has saved so far."""
 
     def __init__(self, policy: Policy) -> None:
         self.name = policy.name
         self.evidence = policy.evidence
+        self.refit_from = getattr(policy, "refit_from", None)
         self.allocate = policy.allocate
-        self.seconds = 0.0  # that the scores took
+        self.spared = 0.0
         self._policy = policy
-        self._scores: dict[int, Tensor] = {}
-
-    @property
-    def remembers(self) -> bool:
-        """Whether the scores are there."""
-        return bool(self._scores)
+        self._scores: dict[int, tuple[Tensor, float]] = {}
 
     def score(self, view: LayerView) -> Tensor:
-        if view.layer not in self._scores:
-            started = time.perf_counter()
-            self._scores[view.layer] = self._policy.score(view)
-            self.seconds += time.perf_counter() - started
-        return self._scores[view.layer]
+        if view.layer in self._scores:
+            scores, seconds = self._scores[view.layer]
+            self.spared += seconds
+            return scores
+        started = time.perf_counter()
+        scores = self._policy.score(view)
+        self._scores[view.layer] = scores, time.perf_counter() - started
+        return scores
+
+
+class _MeasuredOnce:
+    """The same of a merging policy and what it measures, which depends on what is protected as well."""
+
+    def __init__(self, policy: MergingPolicy) -> None:
+        self.name = policy.name
+        self.evidence = policy.evidence
+        self.refit_from = getattr(policy, "refit_from", None)
+        self.assign = policy.assign
+        self.merge = policy.merge
+        self.spared = 0.0
+        self._policy = policy
+        self._measured: dict[int, tuple[Tensor, Any, float]] = {}
+
+    def measure(self, view: LayerView, protected: Tensor) -> Any:
+        if view.layer in self._measured:
+            before, measured, seconds = self._measured[view.layer]
+            if torch.equal(before, protected):
+                self.spared += seconds
+                return measured
+        started = time.perf_counter()
+        measured = self._policy.measure(view, protected)
+        self._measured[view.layer] = protected, measured, time.perf_counter() - started
+        return measured
+
+
+_Once = _ScoredOnce | _MeasuredOnce
+
+
+def _once(policy: Any) -> _Once:
+    return _MeasuredOnce(policy) if is_merging(policy) else _ScoredOnce(policy)
 
 
 @dataclass(frozen=True)
@@ -92,7 +126,7 @@ def variants_of(plan: EvalPlan, probe: Probe, profile: HeadProfile | None) -> li
     made = []
     for name in plan.compressing:
         policy = make_policy(
-            name,
+            with_refit(name)[0],
             window=plan.window,
             num_layers=shape.num_layers,
             num_query_heads=shape.num_query_heads,
@@ -120,7 +154,7 @@ class Sweep:
         self._writer = writer
         self._variants = variants
         self._done = {record.key for record in done}
-        self._evidence = joined([variant.policy.evidence for variant in variants])
+        self._evidence = joined([evidence_for(variant.policy, variant.cache) for variant in variants])
         self._answers = Answers(probe)
 
     @property
@@ -233,7 +267,7 @@ class Sweep:
         """Compressed copies of a sequence, in groups that can answer `rows` tokens in one pass; they are
         closed after their turn. copies: sequences that each takes with what is copied from it."""
         most = min((SEQUENCES - 2) // copies, _LOGIT_BYTES // (4 * rows * self._probe.config.vocab_size))
-        policies = {variant.name: _ScoredOnce(variant.policy) for variant in variants}
+        policies = {variant.name: _once(variant.policy) for variant in variants}
         group: list[_Copy] = []
         try:
             for variant in variants:
@@ -246,19 +280,19 @@ class Sweep:
         finally:
             self._close(group)
 
-    def _compress(self, source: int, recorded: Recorded, variant: Variant, policy: _ScoredOnce) -> _Copy:
-        # A copy for which nothing was scored has to be charged what its scores would have taken.
-        spared = policy.seconds if policy.remembers else 0.0
+    def _compress(self, source: int, recorded: Recorded, variant: Variant, policy: _Once) -> _Copy:
+        spared = policy.spared
         seq = self._probe.fork(source)
         try:
-            shown = shown_to(recorded, policy.evidence)
-            report = self._probe.compress(seq, policy, variant.cache, shown)
+            report = self._probe.compress(seq, policy, variant.cache, recorded)
         except BaseException:
             self._probe.close(seq)
             raise
         before, after = report.bytes
         unchanged = report.entries[0] == report.entries[1]
-        return _Copy(variant, seq, unchanged, after, before, report.seconds + (0 if unchanged else spared))
+        # A copy for which nothing was scored has to be charged what its scores would have taken.
+        seconds = report.seconds + policy.spared - spared
+        return _Copy(variant, seq, unchanged, after, before, seconds)
 
     def _room_for(self, source: int, group: list[_Copy], copies: int) -> bool:
         """Whether another full copy fits beside a group and all that is yet to come of it."""
@@ -348,24 +382,3 @@ def _measures(reference: Reference, number: int, logits: Tensor | None = None) -
     """Of the answer in turn `number`; without logits, those of the full cache itself."""
     gold, full = torch.tensor(reference.golds[number - 1]), reference.logits[number - 1]
     return measure(full if logits is None else logits, gold, full)
-
-
-def joined(parts: Sequence[Evidence]) -> Evidence:
-    """All that any policy wants, of all heads."""
-    return Evidence(
-        window=max((part.window for part in parts), default=0),
-        query_statistics=any(part.query_statistics for part in parts),
-        surprisal=any(part.surprisal for part in parts),
-    )
-
-
-def shown_to(recorded: Recorded, evidence: Evidence) -> Recorded:
-    """What a policy would have recorded itself: its own heads and window."""
-    queries, heads, positions = recorded.queries, recorded.query_heads, recorded.query_positions
-    if queries is None or heads is None or positions is None or not evidence.window:
-        return replace(recorded, queries=None, query_heads=None, query_positions=None)
-    queries, positions = queries[:, :, -evidence.window :], positions[-evidence.window :]
-    if evidence.heads is not None:
-        heads = evidence.heads.sort(dim=1).values
-        queries = queries[torch.arange(len(heads))[:, None], heads]
-    return replace(recorded, queries=queries, query_heads=heads, query_positions=positions)

@@ -31,6 +31,8 @@ class Batch:
     plan: the backend's own preparation, filled in by `AttentionBackend.plan`.
     capture_rows: [R] int64, rows whose queries are wanted, or None.
     captured: [layers, R, query_heads, head_dim] float32, their rotated queries, filled in by the decoder.
+    captured_norms: [layers, R] float32, the norms of the residual streams that they were made from, before
+        each layer's attention norm.
     likeliest: [len(logit_rows)] int32, the token of the largest logit, -1 where one is not finite; filled
         in by a decoder that finds it on the way.
 
@@ -53,7 +55,15 @@ class Batch:
     plan: Any = None
     capture_rows: Tensor | None = None
     captured: Tensor | None = None
+    captured_norms: Tensor | None = None
     likeliest: Tensor | None = None
+
+    def make_room_for_captures(self, num_layers: int, query_heads: int, head_dim: int) -> None:
+        """Allocate what a decoder fills in of the rows to capture, if there are any."""
+        if self.capture_rows is not None:
+            count = len(self.capture_rows)
+            self.captured = torch.empty(num_layers, count, query_heads, head_dim)
+            self.captured_norms = torch.empty(num_layers, count)
 
     @property
     def num_rows(self) -> int:

@@ -98,9 +98,7 @@ class Decoder:
         heads = config.num_query_heads + 2 * config.num_kv_heads
         batch.cos, batch.sin = self.rope.cos_sin(batch.positions, batch.rope_lengths)
         batch.pool.write_entries(batch.slots, batch.positions)
-        if batch.capture_rows is not None:
-            shape = (len(batch.capture_rows), config.num_query_heads, config.head_dim)
-            batch.captured = torch.empty(config.num_layers, *shape)
+        batch.make_room_for_captures(config.num_layers, config.num_query_heads, config.head_dim)
         backend.plan(batch)
         hidden = self.basis.hidden(self.embedding.lookup(batch.token_ids))
         for index, layer in enumerate(self.layers):
@@ -108,8 +106,9 @@ class Decoder:
             if layer.q_norm is not None and layer.k_norm is not None:
                 qkv = self._norm_heads(qkv, layer.q_norm, layer.k_norm)
             q, k, v = backend.rotate_and_write(qkv, batch, index)
-            if batch.captured is not None:
+            if batch.captured is not None and batch.captured_norms is not None:
                 batch.captured[index] = q[batch.capture_rows]
+                batch.captured_norms[index] = hidden[batch.capture_rows].norm(dim=1)
             attended, _ = backend.attend(q.to(self._attention_dtype), k, v, batch, index)
             hidden += layer.output(self.basis.inputs(attended.reshape(batch.num_rows, -1).float()))
             gate, up = layer.gate_up(self._normalised(hidden)).chunk(2, dim=-1)

@@ -86,9 +86,8 @@ class PackedDecoder:
         table = self.rope.table(int(batch.positions.numpy().max()))
         batch.angles_by_position = table is not None
         batch.cos, batch.sin = table or self.rope.cos_sin(batch.positions, batch.rope_lengths)
-        if batch.capture_rows is not None:
-            heads, width = self.config.num_query_heads, self.config.head_dim
-            batch.captured = torch.empty(self.config.num_layers, len(batch.capture_rows), heads, width)
+        config = self.config
+        batch.make_room_for_captures(config.num_layers, config.num_query_heads, config.head_dim)
         self.backend.plan(batch)
         self.backend.layers(self._model, batch, hidden, 0, self.config.num_layers)
         return hidden

@@ -108,7 +108,7 @@ class Course:
         """The recorder of the turn that the next row belongs to, made when its first row comes."""
         turn = self.turn_at(num_computed)
         evidence = turn.retention.evidence
-        if turn.recorder or not (evidence.window or evidence.query_statistics or evidence.surprisal):
+        if turn.recorder or not evidence.records:
             return turn.recorder
         before = self._recorder_before(turn)
         resumes = turn.num_prompt if turn.retention.slack is not None else None
@@ -146,7 +146,7 @@ class Course:
         """Whether what the lanes hold of the first `num_tokens` tokens, or what will be dropped of it,
         depends on tokens after them."""
         return any(c.num_tokens > num_tokens for c in self.compressions[: self.done]) or any(
-            turn.recorder is not None and turn.recorder.evidence.query_statistics for turn in self.turns
+            turn.recorder is not None and turn.recorder.keeps_traces(num_tokens) for turn in self.turns
         )
 
     def start_of_question(self, num_tokens: int) -> int:

@@ -16,14 +16,21 @@ def record_queries(plan: Sequence[Scheduled], batch: Batch) -> None:
     """Hand out the captured queries, which lie in the order of the plan."""
     if batch.capture_rows is None:
         return
-    assert batch.captured is not None, "the decoder captures what it is asked for"
+    assert batch.captured is not None and batch.captured_norms is not None, (
+        "the decoder captures what it is asked for"
+    )
     start = 0
     for item in plan:
         if item.capture is None or item.recorder is None:
             continue
         end = start + len(item.capture)
         rows = batch.capture_rows[start:end]
-        item.recorder.add(batch.positions[rows], batch.captured[:, start:end], batch.rope_lengths[rows])
+        item.recorder.add(
+            batch.positions[rows],
+            batch.captured[:, start:end],
+            batch.rope_lengths[rows],
+            batch.captured_norms[:, start:end],
+        )
         start = end
 
 

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from minikv.cache.ceiling import Ceiling
-from minikv.cache.compress import Ranges
+from minikv.cache.compress import evidence_for
 from minikv.cache.lanes import LaneStore
-from minikv.cache.policies.base import Evidence, Policy
+from minikv.cache.policies.base import AnyPolicy, Evidence
 from minikv.cache.policies.profile import HeadProfile
 from minikv.cache.policies.registry import make_policy
+from minikv.cache.protect import Ranges
 from minikv.config import CacheConfig, EngineConfig
 from minikv.errors import ConfigError
 
@@ -32,12 +33,14 @@ class Retention:
     A prompt in exact mode grows freely and is compressed at its end. A streaming prompt is compressed
     whenever it has grown `stride` entries per lane above the budget, a decoding sequence `slack` entries.
     Under a budget in bytes both must fit the ceiling as well, and a compression leaves room for them.
+
+    evidence: what is to be recorded.
     """
 
     def __init__(
         self,
         cache: CacheConfig | None = None,
-        policy: Policy | None = None,
+        policy: AnyPolicy | None = None,
         store: LaneStore | None = None,
         prefill_chunk: int = 0,
     ):
@@ -45,6 +48,7 @@ class Retention:
         assert (policy is None) == (cache.policy == "full")
         self.cache = cache
         self.policy = policy
+        self.evidence = Evidence() if policy is None else evidence_for(policy, cache)
         self.streaming = cache.prefill == "streaming"
         self.ceiling: Ceiling | None = None
         self.slack = cache.decode_slack
@@ -63,11 +67,6 @@ class Retention:
     def keeps_all(self) -> bool:
         """Whether nothing is ever dropped."""
         return self.policy is None
-
-    @property
-    def evidence(self) -> Evidence:
-        """What the policy wants recorded."""
-        return Evidence() if self.policy is None else self.policy.evidence
 
     def rows_allowed(
         self, wanted: int, lengths: np.ndarray, num_computed: int, num_prompt: int, since: int

@@ -32,7 +32,7 @@ class Expected:
     name = "expected"
 
     def __init__(self, rope: Rope, future: int = 512, eps: float = 1e-4) -> None:
-        self.evidence = Evidence(query_statistics=True, output_weight=True)
+        self.evidence = Evidence(query_statistics=True, output_gram=True)
         self.rope = rope
         self.future = future
         self.eps = eps
@@ -73,9 +73,8 @@ class Expected:
 
 def output_norms(view: LayerView) -> Tensor:
     """|W_O v| of each entry through each query head of its group: [kv_heads, group, n]."""
-    kv_heads, _, width = view.values.shape
-    weight = view.output_weight.reshape(-1, kv_heads * view.group, width).transpose(0, 1)
-    gram = (weight.transpose(1, 2) @ weight).view(kv_heads, view.group, width, width)
+    assert view.output_gram is not None
+    gram = view.output_gram.unflatten(0, (-1, view.group))
     return _quadratic(view.values, gram).clamp(min=0).sqrt()
 
 

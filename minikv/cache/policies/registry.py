@@ -6,7 +6,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from minikv.cache.policies.adakv import AdaKV
-from minikv.cache.policies.base import Policy
+from minikv.cache.policies.base import AnyPolicy, MergingPolicy, Policy
 from minikv.cache.policies.compresskv import CompressKV
 from minikv.cache.policies.expected import Expected
 from minikv.cache.policies.full import Full
@@ -27,7 +27,10 @@ POLICY_NAMES = (
     "compresskv",
     "adakv:expected",
     "adakv:compresskv",
+    "gracekv",
 )
+MERGING_NAMES = ("gracekv",)
+"""Those that are a `MergingPolicy`."""
 
 
 def check_policy_name(name: str) -> None:
@@ -48,14 +51,18 @@ def make_policy(
     num_kv_heads: int,
     profile: HeadProfile | None = None,
     rope: Rope | None = None,
-) -> Policy:
-    """The policy `name` for a model of these shapes.
+) -> AnyPolicy:
+    """The policy `name` for a model of these shapes: a `Policy`, or a `MergingPolicy` for those of
+    `MERGING_NAMES`.
 
     window: last content queries that attention is read from; profile: for compresskv, None to do without;
-    rope: the model's, needed for expected. ConfigError for an unknown name or a profile of other shapes.
+    rope: the model's, needed for expected and gracekv. ConfigError for an unknown name or a profile of
+    other shapes.
     """
     check_policy_name(name)
     assert num_query_heads % num_kv_heads == 0
+    if name == "gracekv":
+        return _gracekv(window, rope)
     allocation, _, scoring = name.rpartition(":")
     if name == "adakv":
         allocation, scoring = "adakv", "snapkv"
@@ -63,6 +70,13 @@ def make_policy(
     if profile is not None and scoring == "compresskv":
         _check_shapes(profile, num_layers, num_query_heads)
     return AdaKV(policy) if allocation == "adakv" else policy
+
+
+def _gracekv(window: int, rope: Rope | None) -> MergingPolicy:
+    from minikv.cache.policies.gracekv import GraceKV
+
+    assert rope is not None, "gracekv needs the model's rope"
+    return GraceKV(window, rope)
 
 
 def _scoring(name: str, window: int, profile: HeadProfile | None, rope: Rope | None, pooled: bool) -> Policy:

@@ -92,12 +92,14 @@ class CpuBackend:
         pointers: list[int | None] = [t.data_ptr() for t in kept]
         pointers.append(positions.data_ptr() if batch.angles_by_position else None)
         captures = 0
-        if batch.capture_rows is not None and batch.captured is not None:
+        if batch.capture_rows is not None:
+            assert batch.captured is not None and batch.captured_norms is not None
             captures = len(batch.capture_rows)
             place = torch.full((batch.num_rows,), -1, dtype=torch.int32)
             place[batch.capture_rows] = torch.arange(captures, dtype=torch.int32)
-            kept += [place, batch.captured]
-            pointers += [place.data_ptr(), batch.captured.data_ptr()]
+            into = [place, batch.captured, batch.captured_norms]
+            kept += into
+            pointers += [t.data_ptr() for t in into]
         struct = BatchStruct(batch.num_rows, batch.num_sequences, pages.shape[-1], captures, *pointers)
         batch.plan = _Plan(struct, self._pool_struct(batch.pool), kept)
 

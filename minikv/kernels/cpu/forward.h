@@ -144,6 +144,21 @@ static void attend(const Run& run, int layer, int thread, int threads) {
   for (size_t i = thread; i < run.merges->size(); i += threads) merge_rows(run, layer, (*run.merges)[i]);
 }
 
+static float norm_of(const float* x, int n) {
+  double sum = 0;
+  for (int i = 0; i < n; i++) sum += (double)x[i] * x[i];
+  return (float)std::sqrt(sum);
+}
+
+// Keep the rotated queries at `row` of token t, and the norm of its residual stream where there is one.
+static void capture(const Run& run, int layer, int t, const float* row) {
+  const Model& m = *run.model;
+  const Batch& b = *run.batch;
+  const size_t place = (size_t)layer * b.captures + b.capture_of[t], width = (size_t)m.query_heads * m.head_dim;
+  std::memcpy(b.captured + place * width, row, width * sizeof(float));
+  if (run.hidden) b.captured_norms[place] = norm_of(run.hidden + (size_t)t * m.hidden, m.hidden);
+}
+
 template <class KV>
 static void write_rows(const Run& run, int layer, int begin, int end) {
   const Model& m = *run.model;
@@ -161,10 +176,7 @@ static void write_rows(const Run& run, int layer, int begin, int end) {
       if (norm) rms_norm(x, norm, x, m.head_dim, m.eps);
       rotate(x, cos, sin, m.head_dim);
     }
-    if (b.capture_of && b.capture_of[t] >= 0) {
-      const size_t width = (size_t)m.query_heads * m.head_dim;
-      std::memcpy(b.captured + ((size_t)layer * b.captures + b.capture_of[t]) * width, row, width * sizeof(float));
-    }
+    if (b.capture_of && b.capture_of[t] >= 0) capture(run, layer, t, row);
     for (int h = 0; h < m.kv_heads; h++) {
       const float* key = row + (m.query_heads + h) * m.head_dim;
       const size_t lane = ((size_t)sequence * m.num_layers + layer) * m.kv_heads + h;

@@ -8,7 +8,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 # Must be equal to `mkv_version` in api.cpp.
-VERSION = 5
+VERSION = 6
 
 
 class MatrixStruct(Structure):
@@ -87,6 +87,7 @@ class BatchStruct(Structure):
         ("angle_rows", c_void_p),
         ("capture_of", c_void_p),
         ("captured", c_void_p),
+        ("captured_norms", c_void_p),
     )
 
 
