@@ -246,3 +246,18 @@ def test_a_later_turn_changed_in_the_middle_is_computed_again_along_the_course(d
     engine, lanes = tiny_engine(decoder), Lanes()
     run(engine, PROMPTS[0], cache, greedy(8), lanes=lanes)
     same(found, held(decoder, [*past, *prompt(30, seed=52)], cache, greedy(8), engine, lanes))
+
+
+def test_more_pinned_than_the_budget_is_kept_whole(decoder, policy):
+    engine, lanes = tiny_engine(decoder), Lanes()
+    tokens, event = run(
+        engine, PROMPTS[0], keep(policy, 10, sinks=0, recent=0), lanes=lanes, pinned=((0, 500),)
+    )
+    assert (len(tokens), event.reason) == (12, "length")
+    assert int(engine.store.lengths[lanes.seq].min()) == len(PROMPTS[0]) + 11
+
+
+def test_more_sinks_and_recent_entries_than_a_computer_counts_fill_the_budget(decoder, policy):
+    engine, lanes = tiny_engine(decoder), Lanes()
+    run(engine, PROMPTS[0], keep(policy, 10, sinks=2**40, recent=2**40), greedy(1), lanes=lanes)
+    assert int(engine.store.lengths[lanes.seq].sum()) == 10 * LANES

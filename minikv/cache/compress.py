@@ -292,6 +292,8 @@ class Compressor:
         floors = protected.sum(dim=-1)
         if ceiling is not None and ceiling.pages(floors.numpy(), room) > ceiling.max_pages:
             raise ConfigError(pinned_too_much(int(floors.max()), ceiling))
+        if not (valid & ~protected).any():
+            return None  # what is pinned may be all there is, and more than a budget in entries
         least = torch.minimum(floors.clamp(min=1), lengths) if is_merging(policy) else floors
         sizes = max(total, int(least.sum())), ceiling, room
         return _Task(seq, policy, cache, num_tokens, recorded, lengths, valid, positions, protected, *sizes)

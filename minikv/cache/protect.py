@@ -22,7 +22,8 @@ def protect(positions: Tensor, lengths: Tensor, cache: CacheConfig, pinned: Rang
     held = torch.zeros_like(valid)
     for start, end in pinned:
         held |= (positions >= start) & (positions < end)
-    sinks, recent = cache.sinks, cache.recent
+    longest = positions.shape[-1]
+    sinks, recent = min(cache.sinks, longest), min(cache.recent, longest)
     while True:
         ends = (place < sinks) | (place >= lengths[..., None] - recent)
         mask = (held | ends) & valid
