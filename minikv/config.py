@@ -158,19 +158,47 @@ def check_ranges(option: str, value: Any) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class TierConfig:
-    """Hard ceilings in bytes per tier. `hot` is the page pool: a number, a size such as
-    `"64MiB"`, or None for what `max_seqs` full contexts need, at most half the free memory."""
+    """Hard ceilings in bytes per tier: a number or a size such as `"64MiB"`.
+
+    hot: the page pool; None for what `max_seqs` full contexts need, at most half the free memory.
+    warm: spans in host memory; None for none.
+    cold: spans in a file, as `"PATH:SIZE"`; None for none. The file is made if need be, and belongs to one
+        process at a time.
+    """
 
     hot: int | str | None = None
+    warm: int | str | None = None
+    cold: str | None = None
 
     def __post_init__(self) -> None:
         if self.hot is not None:
             parse_size(self.hot, "kv_hot")
+        if self.warm is not None:
+            parse_size(self.warm, "kv_warm")
+        if self.cold is not None:
+            _path_and_size(self.cold)
 
     @property
     def hot_bytes(self) -> int | None:
         """The ceiling in bytes, None when it is to be chosen at load."""
         return None if self.hot is None else parse_size(self.hot, "kv_hot")
+
+    @property
+    def warm_bytes(self) -> int | None:
+        """The ceiling of the warm tier in bytes, None without one."""
+        return None if self.warm is None else parse_size(self.warm, "kv_warm")
+
+    @property
+    def cold_file(self) -> tuple[str, int] | None:
+        """Path and ceiling in bytes of the cold tier, None without one."""
+        return None if self.cold is None else _path_and_size(self.cold)
+
+
+def _path_and_size(value: Any) -> tuple[str, int]:
+    path, colon, size = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if not path or not colon or "\0" in path:
+        raise ConfigError(f'kv_cold must look like "PATH:SIZE", such as "kv.cold:2GiB", not {shown(value)}.')
+    return path, parse_size(size, "the size in kv_cold")
 
 
 @dataclass(frozen=True)
@@ -195,6 +223,8 @@ class EngineConfig:
     tiers: TierConfig = field(default_factory=TierConfig)
 
     def __post_init__(self) -> None:
+        if self.tiers.warm is not None or self.tiers.cold is not None:
+            raise ConfigError("The engine does not use a warm or a cold tier yet; give it a hot one only.")
         for name in ("max_seqs", "prefill_chunk"):
             _positive(name, getattr(self, name))
         for name in ("max_context", "max_batch_tokens"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -149,6 +149,16 @@ class Engine:
         if lanes.busy:
             raise ConfigError("The lanes of a conversation cannot be freed while a request uses them.")
         self.scheduler.release(lanes)
+
+    def retention(self, cache: CacheConfig) -> Retention:
+        """What a cache configuration means here. ConfigError if this engine cannot serve it."""
+        return self._retentions.get(cache)
+
+    def restore(self, lanes: Lanes, num_pages: int, fill: Callable[[int], None]) -> bool:
+        """Give empty lanes a sequence, into which `fill` puts entries on `num_pages` pages; False if the
+        pool has not so many, not even if idle lanes of others make way."""
+        with self._one_thread():
+            return self.scheduler.restore(lanes, num_pages, fill)
 
     def step(self) -> list[Event]:
         """Compute one batch. Returns the events since the last step, oldest first."""

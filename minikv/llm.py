@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from numbers import Integral
 from operator import index
 from types import TracebackType
@@ -24,6 +25,9 @@ from minikv.results import Result, StreamPiece
 from minikv.sampling import SamplingParams
 from minikv.scheduler.request import FinishEvent, Lanes
 from minikv.session import ChatSession, Pieces
+from minikv.sessions.identity import identity_of
+from minikv.sessions.load import load_session
+from minikv.sessions.save import save_session
 from minikv.text.spans import content_end
 from minikv.threads import warn_if_threads_spin
 
@@ -316,6 +320,20 @@ class LLM:
         the configuration pins others.
         """
         return ChatSession(self, system, template_kwargs, cache)
+
+    @cached_property
+    def session_identity(self) -> dict[str, str]:
+        """Hashes of what a saved session must find again, see `minikv.sessions.identity`."""
+        return identity_of(self)
+
+    def save_session(self, session: ChatSession, path: str | os.PathLike[str]) -> None:
+        """`ChatSession.save`."""
+        save_session(self, session.state(self), path)
+
+    def load_session(self, path: str | os.PathLike[str]) -> ChatSession:
+        """The session in a file, as it was: what was computed is not computed again. It keeps its own cache
+        configuration. SessionError, changing nothing, says why not."""
+        return load_session(self, path)
 
     def close(self) -> None:
         """Free weights and pool. Open streams end; further calls raise ConfigError."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,19 @@ if TYPE_CHECKING:
 Pieces = Generator[StreamPiece, None, None]
 
 
+@dataclass(frozen=True)
+class SessionState:
+    """All that a session is made of between two turns: the conversation, the ids behind it and the text they
+    stand for, which entries it keeps, and the lanes."""
+
+    messages: list[dict[str, Any]]
+    template_args: dict[str, Any]
+    ids: list[int]
+    rendered: str
+    cache: CacheConfig
+    lanes: Lanes
+
+
 class ChatSession:
     """Made by `LLM.chat_session`. One turn at a time; several sessions may share an LLM.
 
@@ -38,12 +53,13 @@ class ChatSession:
         system: str | None,
         template_kwargs: Mapping[str, Any],
         cache: CacheConfig | None = None,
+        lanes: Lanes | None = None,
     ):
         self._llm = llm
         self._cache = cache or llm.engine.config.cache
         self._template_kwargs = dict(template_kwargs)
         self._messages: list[dict[str, Any]] = []
-        self._lanes = Lanes()
+        self._lanes = lanes or Lanes()
         self._ids: list[int] = []
         self._rendered = ""
         self._pieces: Pieces | None = None  # of the turn begun last
@@ -51,7 +67,35 @@ class ChatSession:
         weakref.finalize(self, setattr, self._lanes, "abandoned", True)
         self.set_system(system)
 
+    # On disk
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the session, its KV lanes included, to a file that `LLM.load_session` goes on from.
+        SessionError when it cannot be written; the file is then as it was."""
+        self._llm.save_session(self, path)
+
+    def state(self, llm: LLM) -> SessionState:
+        """What a file of the session holds. ConfigError in a turn, or if it is not of that LLM."""
+        self._require_idle()
+        if llm is not self._llm:
+            raise ConfigError("This session belongs to another LLM, which has to save it.")
+        return SessionState(
+            self.messages, self.template_args, list(self._ids), self._rendered, self._cache, self._lanes
+        )
+
+    @classmethod
+    def restored(cls, llm: LLM, state: SessionState) -> ChatSession:
+        """The session of a state, around its lanes."""
+        session = cls(llm, None, state.template_args, state.cache, state.lanes)
+        session._messages, session._ids, session._rendered = state.messages, state.ids, state.rendered
+        return session
+
     # The conversation
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """A copy of the arguments for the chat template."""
+        return dict(self._template_kwargs)
 
     @property
     def messages(self) -> list[dict[str, Any]]:

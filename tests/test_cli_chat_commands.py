@@ -307,7 +307,10 @@ def test_save_does_not_replace_a_file_of_another_kind(
     notes.write_text("mine", encoding="utf-8")
     take_line(chat, "hello")
     take_line(chat, f"/save {notes}")
+    assert "is not a session saved by minikv, so it is not replaced" in said(capsys)
+    take_line(chat, f"/save {notes.rename(tmp_path / 'notes.json')}")
     assert "not a conversation saved by minikv" in said(capsys)
+    notes = tmp_path / "notes.json"
     assert notes.read_text(encoding="utf-8") == "mine"
 
 

@@ -7,7 +7,7 @@ sums are taken over blocks of a fixed number of rows.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,9 +96,10 @@ class Recorder:
         chosen = torch.arange(heads).expand(layers, heads) if evidence.heads is None else evidence.heads
         self._heads = chosen.sort(dim=1).values
         self._all_heads = evidence.heads is None
+        self._shape = (layers, heads, config.head_dim)
         self._latest: list[_Rows] = []  # the last that count
         self._spread = Spread(evidence.future) if evidence.future else None
-        self._moments = _Moments(layers, heads, config.head_dim) if evidence.query_statistics else None
+        self._moments = _Moments(*self._shape) if evidence.query_statistics else None
         self._surprisal = torch.empty(0)
         self._end = 0  # position after the last row that counted
 
@@ -195,6 +196,64 @@ class Recorder:
         other._moments = None if self._moments is None else self._moments.copy()
         return other
 
+    def state(self) -> dict[str, Tensor]:
+        """All that was recorded, as tensors by name, of which `resume` makes an equal recorder."""
+        numbers = [self._stride, 0 if self._spread is None else self._spread.stride]
+        state = {"numbers": torch.tensor([*numbers, 0 if self._moments is None else self._moments.count])}
+        if self._latest:
+            parts = [len(rows.positions) for rows in self._latest]
+            rows = _Rows.joined(self._latest, sum(parts))
+            state |= {"window.parts": torch.tensor(parts), "window.positions": rows.positions}
+            state |= {"window.queries": rows.queries}
+            state |= {} if rows.norms is None else {"window.norms": rows.norms}
+        if self._spread is not None:
+            state |= {f"spread.{name}": tensor for name, tensor in self._spread.state().items()}
+        if self._moments is not None:
+            state |= {f"moments.{name}": tensor for name, tensor in self._moments.state().items()}
+        return state | ({"surprisal": self._surprisal} if self.evidence.surprisal else {})
+
+    def resume(self, state: Mapping[str, Tensor]) -> None:
+        """Take what `state` gave of a recorder for the same model and evidence, if this one is new. The
+        caller sees to names, types and shapes; ValueError where one does not fit the others."""
+        self._stride, spread_stride, count = state["numbers"].tolist()
+        if "window.parts" in state:
+            self._latest = _Rows(
+                state["window.positions"], state["window.queries"], state.get("window.norms")
+            ).split(state["window.parts"].tolist())
+        if self._spread is not None:
+            self._spread.resume(spread_stride, state["spread.positions"], state.get("spread.rows"))
+        if self._moments is not None:
+            parts = (state[f"moments.{name}"] for name in ("sum", "outer", "waiting"))
+            self._moments.resume(count, *parts)
+        self._surprisal = state.get("surprisal", self._surprisal)
+        if self._stride < 1:
+            raise ValueError("a stride is too small")
+
+    def state_shapes(self, num_tokens: int) -> dict[str, tuple[torch.dtype, tuple[int | Most, ...]]]:
+        """Type and largest shape of whatever `state` can hold after `num_tokens` tokens."""
+        evidence, long = self.evidence, torch.int64
+        layers, k = self._heads.shape
+        _, heads, width = self._shape
+        shapes: dict[str, tuple[torch.dtype, tuple[int | Most, ...]]] = {"numbers": (long, (3,))}
+        if evidence.window:
+            # At most four windows of parts are kept, each as long as a window.
+            parts = Most(min(4 * evidence.window + 1, num_tokens))
+            rows = Most(min((4 * evidence.window + 1) * evidence.window, num_tokens))
+            shapes |= {"window.parts": (long, (parts,)), "window.positions": (long, (rows,))}
+            shapes |= {"window.queries": (torch.float32, (layers, k, rows, width))}
+            shapes |= {"window.norms": (torch.float32, (layers, rows))} if evidence.residual_norms else {}
+        if evidence.future:
+            rows = Most(min(4 * evidence.future, num_tokens))
+            shapes |= {"spread.positions": (long, (rows,))}
+            shapes |= {"spread.rows": (torch.float32, (layers, heads, rows, width))}
+        if evidence.query_statistics:
+            shapes |= {"moments.sum": (torch.float64, (layers, heads, width))}
+            shapes |= {"moments.outer": (torch.float64, (layers, heads, width, width))}
+            shapes |= {"moments.waiting": (torch.float32, (layers, heads, Most(_BLOCK_ROWS - 1), width))}
+        if evidence.surprisal:
+            shapes |= {"surprisal": (torch.float32, (Most(num_tokens + 1),))}
+        return shapes
+
     def result(self) -> Recorded:
         """What has been recorded so far."""
         window = self._window() if self._latest else None
@@ -253,6 +312,13 @@ class Recorder:
 
 
 @dataclass(frozen=True)
+class Most:
+    """A size in a shape that may be less."""
+
+    size: int
+
+
+@dataclass(frozen=True)
 class _Rows:
     """positions [n] (ascending), queries [layers, k, n, head_dim], norms [layers, n] or None."""
 
@@ -269,6 +335,18 @@ class _Rows:
             torch.cat([part.queries for part in parts], dim=2)[:, :, -most:],
             torch.cat(norms, dim=1)[:, -most:] if len(norms) == len(parts) else None,
         )
+
+    def split(self, counts: list[int]) -> list[_Rows]:
+        """In parts of that many rows. ValueError unless they are rows in order, and all of them."""
+        _check_rows(self.positions, self.queries.shape[2])
+        norms = [None] * len(counts)
+        if min(counts) < 1 or sum(counts) != len(self.positions):
+            raise ValueError("parts do not make up the window")
+        if self.norms is not None:
+            _check_rows(self.positions, self.norms.shape[1])
+            norms = self.norms.split(counts, dim=1)
+        parts = zip(self.positions.split(counts), self.queries.split(counts, dim=2), norms, strict=True)
+        return [_Rows(*part) for part in parts]
 
     def before(self, position: int) -> _Rows:
         """Those at positions below `position`."""
@@ -310,6 +388,18 @@ class _Moments:
         other._block = self._block.clone()
         return other
 
+    def state(self) -> dict[str, Tensor]:
+        """Sums, outer products and the rows that wait for a whole block."""
+        waiting = self._block[:, :, : self.count % _BLOCK_ROWS]
+        return {"sum": self._sum, "outer": self._outer, "waiting": waiting}
+
+    def resume(self, count: int, total: Tensor, outer: Tensor, waiting: Tensor) -> None:
+        """Take over what `state` gave of `count` rows."""
+        if count < 0 or waiting.shape[2] != count % _BLOCK_ROWS:
+            raise ValueError("rows do not make up the moments")
+        self.count, self._sum, self._outer = count, total, outer
+        self._block[:, :, : waiting.shape[2]] = waiting
+
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         """Mean and covariance, float32; None before the first row."""
         if not self.count:
@@ -328,6 +418,11 @@ class _Moments:
         flat = block.reshape(layers * heads, rows, width)
         self._outer += torch.bmm(flat.transpose(1, 2), flat).view(self._outer.shape)
         self._sum += flat.sum(dim=1).view(self._sum.shape)
+
+
+def _check_rows(positions: Tensor, count: int) -> None:
+    if len(positions) != count or not bool((positions[1:] > positions[:-1]).all()):
+        raise ValueError("rows and their positions do not fit together")
 
 
 def _unrotate(rotated: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minikv.cache.entries import Entries
 from minikv.cache.merged import Merged
 from minikv.cache.pool import PagePool
 
@@ -30,11 +31,11 @@ class LaneStore:
 
     Who owns a page: the pool's free list, or exactly one place of `pages`.
 
-        pool.allocate --> reserve / fork / rewrite(fresh)         --> a lane of an open sequence
-        a lane        --> truncate / rewrite / replace / close    --> pool.free, in the same call
+        pool.allocate --> reserve / fork / rewrite(fresh) / insert --> a lane of an open sequence
+        a lane        --> truncate / rewrite / replace / close     --> pool.free, in the same call
 
-    An entry stands for one token unless `replace` has put it there; how many it then stands for is
-    kept here on the host, as kernels need the log mass alone.
+    An entry stands for one token unless `replace` or `insert` has put it there; how many it then stands
+    for is kept here on the host, as kernels need the log mass alone.
     """
 
     def __init__(self, pool: PagePool, max_seqs: int, num_layers: int, num_kv_heads: int, max_entries: int):
@@ -186,6 +187,11 @@ class LaneStore:
         merged = self._merged[seq]
         return 0 if merged is None else merged.many
 
+    def merged_end(self, seq: int) -> int:
+        """Position after the last token that has gone into another entry, 0 if none has."""
+        merged = self._merged[seq]
+        return 0 if merged is None else merged.end
+
     def can_truncate(self, seq: int, position: int) -> bool:
         """Whether no entry that would stay holds anything of tokens from `position` on."""
         merged = self._merged[seq]
@@ -275,16 +281,83 @@ class LaneStore:
         self._look_for_mass(seq)
 
     def _write_layer(self, seq: int, layer: int, rows: Rows, source: Tensor, held: Tensor) -> None:
-        heads, longest = held.shape
-        table = torch.from_numpy(self.pages[seq, layer]).long()
-
-        def slots(entry: Tensor) -> Tensor:
-            page = table.gather(1, entry // self.pool.page_size)
-            return page * self.pool.page_size + entry % self.pool.page_size
-
-        target = slots(torch.arange(longest).expand(heads, longest))[held]
-        self.pool.replace_rows(target, rows.keys[held], rows.values[held], slots(source)[held])
+        target = self._layer_slots(seq, layer, torch.arange(held.shape[1]).expand(held.shape))[held]
+        equal = self._layer_slots(seq, layer, source)[held]
+        self.pool.replace_rows(target, rows.keys[held], rows.values[held], equal)
         self.pool.write_entries(target, rows.positions[held], rows.log_mass[held])
+
+    def _layer_slots(self, seq: int, layer: int, entry: Tensor) -> Tensor:
+        """Pool rows of entries [kv_heads, n] of one layer."""
+        page = torch.from_numpy(self.pages[seq, layer]).long().gather(1, entry // self.pool.page_size)
+        return page * self.pool.page_size + entry % self.pool.page_size
+
+    def take(self, seq: int, layer: int, chosen: Tensor) -> Entries:
+        """Copies of the entries of one layer that `chosen` [kv_heads, n] bool says, n the longest of its
+        lanes; the lanes keep them."""
+        held = torch.arange(chosen.shape[1]) < torch.from_numpy(self.lengths[seq, layer])[:, None]
+        chosen = chosen & held
+        slots = self._layer_slots(seq, layer, torch.arange(chosen.shape[1]).expand(chosen.shape))
+        counts = self.counts(seq, layer)[:, : chosen.shape[1]]
+        return Entries(self.pool.stored(slots[chosen]), counts[chosen].int(), chosen.sum(dim=1))
+
+    def insert(
+        self,
+        seq: int,
+        added: np.ndarray,
+        entries_of: Callable[[int], Entries],
+        num_tokens: int = 0,
+        merged_end: int = 0,
+    ) -> bool:
+        """Put entries among those of the lanes, ascending by position, layer by layer; False, changing
+        nothing, if the pool is short.
+
+        added: [layers, kv_heads], how many each lane gets. entries_of: gives them for a layer that gets any,
+            all its lanes in order, at positions that the lane does not hold. It is asked when all layers
+            before are done; if it raises, those stay as they are then and the others as they were.
+        num_tokens: logical length of the sequence, if that is more than it was. merged_end: position after
+            the last token that has gone into another entry of these.
+        """
+        held = self.num_pages[seq].copy()
+        wanted = -(-(self.lengths[seq] + added) // self.pool.page_size)
+        missing = np.maximum(wanted - held, 0)
+        if int(missing.sum()) > self.pool.num_free:
+            return False
+        self._grow(seq, missing)
+        self._room[seq] = 0
+        self.num_tokens[seq] = max(num_tokens, int(self.num_tokens[seq]))
+        if merged_end:
+            self._merged[seq] = (self._merged[seq] or Merged.none(self.lane_shape)).until(merged_end)
+        try:
+            for layer in np.flatnonzero(added.any(axis=1)).tolist():
+                self._insert_layer(seq, layer, entries_of(layer), added[layer])
+        finally:
+            # What was taken for layers that got nothing after all goes back.
+            self._shrink(seq, np.maximum(held, -(-self.lengths[seq] // self.pool.page_size)))
+        return True
+
+    def _insert_layer(self, seq: int, layer: int, entries: Entries, added: np.ndarray) -> None:
+        assert entries.lengths.tolist() == added.tolist(), "a layer got other entries than were announced"
+        old = self.take(
+            seq, layer, torch.ones(len(added), int(self.lengths[seq, layer].max()), dtype=torch.bool)
+        )
+        rows, heads = old.rows.and_then(entries.rows), torch.arange(len(added))
+        lane = torch.cat((heads.repeat_interleave(old.lengths), heads.repeat_interleave(entries.lengths)))
+        order = torch.from_numpy(np.lexsort((rows.positions.numpy(), lane.numpy())))
+        rows, lane = rows.at(order), lane[order]
+        rises = rows.positions[1:] > rows.positions[:-1]
+        assert bool(rises[lane[1:] == lane[:-1]].all()), "a lane holds an entry at that position"
+        lengths = old.lengths + entries.lengths
+        place = torch.arange(int(lengths.max())).expand(len(added), -1)
+        held = place < lengths[:, None]
+        self.pool.put(self._layer_slots(seq, layer, place)[held], rows)
+        self.lengths[seq, layer] = lengths.numpy()
+        self.has_mass[seq] |= bool((rows.log_mass != 0).any())
+        flat = torch.cat((old.counts, entries.counts))[order]
+        if (merged := self._merged[seq]) is not None or bool((flat > 1).any()):
+            counts = torch.zeros(held.shape, dtype=torch.int32)
+            counts[held] = flat
+            merged = merged or Merged.none(self.lane_shape)
+            self._merged[seq] = merged.with_layer(layer, counts.numpy(), held.numpy())
 
     def _look_for_mass(self, seq: int) -> None:
         """Find out whether a sequence that had log masses still has any."""

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minikv.cache.entries import Stored
 from minikv.cache.mapped import MappedZeros
 from minikv.errors import ConfigError
 
@@ -19,6 +20,16 @@ def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes one page costs: keys, values, their scales if int8, log masses and positions."""
     scales = 2 * SCALE_BYTES if dtype == torch.int8 else 0
     return page_size * (2 * head_dim * dtype.itemsize + scales + LOG_MASS_BYTES + POSITION_BYTES)
+
+
+def round_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Rows [n, head_dim] in a KV dtype, with a scale each [n] for int8 (127 stands for the largest
+    magnitude)."""
+    if dtype != torch.int8:
+        return rows.to(dtype), None
+    scales = rows.abs().amax(-1).float() / 127
+    steps = torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(-1)
+    return (rows / steps).round().to(torch.int8), scales
 
 
 class PagePool:
@@ -138,26 +149,18 @@ class PagePool:
         """Scatter rows [..., head_dim], rounded to the KV dtype, to slots [...] (page id * page_size +
         place in the page)."""
         flat = slots.reshape(-1)
-        keys, key_scales = self._round(keys.reshape(-1, self.head_dim))
-        values, value_scales = self._round(values.reshape(-1, self.head_dim))
-        self._put(flat, keys, values, key_scales, value_scales)
+        keys, key_scales = round_rows(keys.reshape(-1, self.head_dim), self.dtype)
+        values, value_scales = round_rows(values.reshape(-1, self.head_dim), self.dtype)
+        self.put_rows(flat, keys, values, key_scales, value_scales)
 
     def rounded(self, rows: Tensor) -> Tensor:
         """Rows [..., head_dim] as they come back from the pool, in their own dtype."""
         if rows.dtype == self.dtype:
             return rows
-        stored, scales = self._round(rows)
+        stored, scales = round_rows(rows, self.dtype)
         return stored.to(rows.dtype) if scales is None else stored.to(rows.dtype) * scales.unsqueeze(-1)
 
-    def _round(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows in the KV dtype, with a scale each for int8 (127 stands for the largest magnitude)."""
-        if self.dtype != torch.int8:
-            return rows.to(self.dtype), None
-        scales = rows.abs().amax(-1).float() / 127
-        steps = torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(-1)
-        return (rows / steps).round().to(torch.int8), scales
-
-    def _put(
+    def put_rows(
         self,
         flat: Tensor,
         keys: Tensor,
@@ -165,6 +168,8 @@ class PagePool:
         key_scales: Tensor | None,
         value_scales: Tensor | None,
     ) -> None:
+        """Set rows [n, head_dim] in the KV dtype, and their scales [n] if that is int8, at slots [n]: what
+        `take_rows` gave."""
         if self.keys_transposed:
             self.keys[flat // self.page_size, :, flat % self.page_size] = keys
         else:
@@ -186,12 +191,14 @@ class PagePool:
         """Gather keys and values [..., head_dim] of slots [...] into fresh memory, in the KV dtype, or
         float32 if that is int8."""
         shape = (*slots.shape, self.head_dim)
-        keys, values, key_scales, value_scales = self._take(slots.reshape(-1))
+        keys, values, key_scales, value_scales = self.take_rows(slots.reshape(-1))
         if key_scales is not None and value_scales is not None:
             keys, values = keys * key_scales.unsqueeze(-1), values * value_scales.unsqueeze(-1)
         return keys.view(shape), values.view(shape)
 
-    def _take(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def take_rows(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Keys and values [n, head_dim] at slots [n] as they are stored, and their scales [n] if the KV dtype
+        is int8."""
         if self.keys_transposed:
             keys = self.keys[flat // self.page_size, :, flat % self.page_size]
         else:
@@ -205,21 +212,30 @@ class PagePool:
         """Write rows [n, head_dim] to slots [n]. A key or a value that is the one at its `source` slot [n]
         stays so bit for bit; rounding it again to int8 could change its last bit. `target` may overlap
         `source`."""
-        stored, key_scales = self._round(keys)
-        weights, value_scales = self._round(values)
+        stored, key_scales = round_rows(keys, self.dtype)
+        weights, value_scales = round_rows(values, self.dtype)
         if key_scales is not None and value_scales is not None:
-            old_keys, old_values, old_key_scales, old_value_scales = self._take(source)
+            old_keys, old_values, old_key_scales, old_value_scales = self.take_rows(source)
             assert old_key_scales is not None and old_value_scales is not None
             same = (old_keys * old_key_scales.unsqueeze(-1) == keys).all(-1)
             stored[same], key_scales[same] = old_keys[same], old_key_scales[same]
             same = (old_values * old_value_scales.unsqueeze(-1) == values).all(-1)
             weights[same], value_scales[same] = old_values[same], old_value_scales[same]
-        self._put(target, stored, weights, key_scales, value_scales)
+        self.put_rows(target, stored, weights, key_scales, value_scales)
+
+    def stored(self, slots: Tensor) -> Stored:
+        """Copies of whole entries at slots [n], as they are."""
+        taken = self.take_rows(slots)
+        return Stored(*taken, self.log_mass.view(-1)[slots], self.positions.view(-1)[slots])
+
+    def put(self, slots: Tensor, rows: Stored) -> None:
+        """Write whole entries to slots [n], as they are."""
+        self.put_rows(slots, rows.keys, rows.values, rows.key_scales, rows.value_scales)
+        self.write_entries(slots, rows.positions, rows.log_mass)
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
         """Copy whole entries from slots to slots, bit for bit; the sets may overlap."""
-        self._put(target, *self._take(source))
-        self.write_entries(target, self.positions.view(-1)[source], self.log_mass.view(-1)[source])
+        self.put(target, self.stored(source))
 
     def read_pages(self, ids: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Gather whole pages: keys and values [len(ids) * page_size, head_dim], as `read_rows`.

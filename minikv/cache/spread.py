@@ -38,6 +38,23 @@ class Spread:
             stays = self._positions < position
             self._positions, self._rows = self._positions[stays], self._rows[:, :, stays]
 
+    @property
+    def stride(self) -> int:
+        """The stride that counts for rows to come."""
+        return self._stride
+
+    def state(self) -> dict[str, Tensor]:
+        """Positions [n] and, once there are any, rows [layers, heads, n, width]."""
+        return {"positions": self._positions} | ({} if self._rows is None else {"rows": self._rows})
+
+    def resume(self, stride: int, positions: Tensor, rows: Tensor | None) -> None:
+        """Take over `stride` and what `state` gave. ValueError where one does not fit the others."""
+        count = 0 if rows is None else rows.shape[2]
+        ascending = bool((positions[1:] > positions[:-1]).all())
+        if stride < 1 or stride & (stride - 1) or len(positions) != count or not ascending:
+            raise ValueError("rows do not make up the spread")
+        self._stride, self._positions, self._rows = stride, positions, rows
+
     def copy(self) -> Spread:
         """An independent copy."""
         return copy.copy(self)  # the tensors are replaced, never written to

@@ -18,7 +18,7 @@ from minikv.cli.generate import generate
 from minikv.cli.info import info
 from minikv.cli.inspect import inspect
 from minikv.cli.pull import pull
-from minikv.cli.version import version
+from minikv.version import version
 
 app = typer.Typer(
     name="minikv",

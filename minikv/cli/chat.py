@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from minikv.cli import console
 from minikv.cli.chat_commands import COMMANDS, LeaveChat, run_command
+from minikv.cli.chat_files import Keeper, loaded, open_session
 from minikv.cli.chat_state import ChatState
 from minikv.cli.inputs import read_stdin
 from minikv.cli.interrupts import Interrupts
 from minikv.cli.line_editor import line_reader
 from minikv.cli.options import CHAT_SAMPLING, COMPRESSION, ENGINE, TEMPLATE, load_llm, takes
 from minikv.cli.streaming import follow
-from minikv.cli.version import version
 from minikv.config import format_size
 from minikv.errors import MinikvError, RequestError, TemplateError
+from minikv.version import version
 
 if TYPE_CHECKING:
     from minikv import LLM, ChatSession, SamplingParams
@@ -32,6 +34,10 @@ def chat(
         str, typer.Argument(help="Directory, .gguf file, Hub id or built-in name.")
     ] = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    session: Annotated[
+        str | None,
+        typer.Option(help="Go on with the conversation in this file, and keep it there.", metavar="FILE"),
+    ] = None,
     history: Annotated[bool, typer.Option(help="Keep typed lines for the next chat.")] = True,
     *,
     engine: dict[str, Any],
@@ -50,27 +56,45 @@ def chat(
         if not llm.tokenizer.has_chat_template:
             raise TemplateError(f"{llm.name} has no chat template; use minikv generate --raw.")
         arguments = template.get("template_args", {})
-        session = llm.chat_session(system, **arguments)
+        path, new = None, True
+        if session is None:
+            talk = llm.chat_session(system, **arguments)
+        else:
+            talk, path, new = open_session(llm, session, system, compression, arguments)
         if message is not None:
-            _answer(session, message, params)
+            _answer(talk, message, params, path)
             return
         reader = line_reader(list(COMMANDS), keep_history=history)
         with Interrupts(insist=False) as interrupts:
-            _converse(ChatState(llm, session, params, reader, interrupts, arguments))
+            state = ChatState(llm, talk, params, reader, interrupts, path)
+            _greet(state, new)
+            _converse(state)
 
 
-def _answer(session: ChatSession, message: str, params: SamplingParams) -> None:
-    with Interrupts() as interrupts, closing(session.stream(message.rstrip("\n"), params)) as pieces:
-        streamed = follow(pieces, interrupts, console.write_text)
-    console.write_text("\n")
+def _answer(session: ChatSession, message: str, params: SamplingParams, path: Path | None) -> None:
+    try:
+        with Interrupts() as interrupts, closing(session.stream(message.rstrip("\n"), params)) as pieces:
+            streamed = follow(pieces, interrupts, console.write_text)
+        console.write_text("\n")
+    finally:
+        if path is not None:
+            session.save(path)
     if streamed.result is None:
         raise typer.Exit(console.EXIT_INTERRUPTED)
 
 
-def _converse(state: ChatState) -> None:
+def _greet(state: ChatState, new: bool) -> None:
     if console.stderr_is_terminal():
         state.say(_banner(state.llm))
+    if state.session_file is not None and not new:
+        state.say(loaded(state.session, state.session_file))
+
+
+def _converse(state: ChatState) -> None:
+    keeper = Keeper(state)
     while True:
+        # Before a line is waited for, which may take until the machine is switched off.
+        keeper.keep()
         try:
             line = state.read_line("> ")
         except (EOFError, KeyboardInterrupt):

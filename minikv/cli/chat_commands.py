@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from minikv.cache.budget import read_budget
-from minikv.cli import chat_kv
+from minikv.cli import chat_files, chat_kv
 from minikv.cli.chat_state import ChatState, summary
 from minikv.cli.compression import changed
 from minikv.cli.inputs import encodable, read_text_file, refuse_special, user_path
 from minikv.cli.options import CHAT_SAMPLING, parse_value
-from minikv.cli.transcript import load_transcript, save_transcript
 from minikv.errors import ConfigError, RequestError, SessionError
 
 # No text has fewer tokens than a 32nd of its bytes, so a larger file cannot fit the context.
@@ -193,20 +192,13 @@ def _kv(state: ChatState, argument: str) -> None:
 def _save(state: ChatState, argument: str) -> None:
     if not argument:
         raise ConfigError("/save needs the name of a file.")
-    messages = state.session.messages
-    save_transcript(_path(argument), messages, state.llm.name)
-    state.say(f"Saved {len(messages)} messages to {_path(argument)}.")
+    chat_files.save(state, _path(argument))
 
 
 def _load(state: ChatState, argument: str) -> None:
     if not argument:
         raise ConfigError("/load needs the name of a file.")
-    messages, model = load_transcript(_path(argument))
-    state.session.set_messages(messages)
-    state.documents.clear()
-    state.last = None
-    held = "" if model in (state.llm.name, None) else f", held with {model}"
-    state.say(f"Loaded {len(messages)} messages{held}.")
+    chat_files.load(state, _path(argument))
 
 
 def _exit(state: ChatState, argument: str) -> None:
@@ -228,7 +220,7 @@ COMMANDS: dict[str, Command] = {
     "set": Command(_set, "[KEY [VALUE]]", "show or change settings of sampling, or policy and budget"),
     "stats": Command(_stats, "", "tokens, speed and reuse of the last turn"),
     "kv": Command(_kv, "[LAYER]", "what the KV cache of the conversation holds, and its size"),
-    "save": Command(_save, "FILE", "write the conversation to a file"),
+    "save": Command(_save, "FILE", "write the session with its KV cache; to FILE.json the messages alone"),
     "load": Command(_load, "FILE", "go on with a saved conversation"),
     "exit": Command(_exit, "", "leave"),
 }

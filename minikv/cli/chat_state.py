@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minikv.cli import console
 from minikv.cli.inputs import join_prompt
@@ -31,7 +32,8 @@ class ChatState:
 
     `read_line` shows a prompt and returns a line; it raises EOFError or KeyboardInterrupt when the
     person wants to leave. `interrupts` is entered for the whole chat, so that a Ctrl-C that comes a
-    moment late, between a reply and the next prompt, does not end it.
+    moment late, between a reply and the next prompt, does not end it. `session_file` is kept as new as
+    the conversation, if there is one.
     """
 
     llm: LLM
@@ -39,7 +41,7 @@ class ChatState:
     params: SamplingParams
     read_line: Callable[[str], str]
     interrupts: Interrupts
-    template_args: dict[str, Any] = field(default_factory=dict)
+    session_file: Path | None = None
     documents: list[str] = field(default_factory=list)
     last: Streamed | None = None
 
@@ -60,7 +62,7 @@ class ChatState:
     def keep(self, cache: CacheConfig) -> None:
         """Go on under another policy or budget. The next turn computes the conversation anew: what was
         dropped under the old one could not be had back otherwise. Raises ConfigError."""
-        session = self.llm.chat_session(cache=cache, **self.template_args)
+        session = self.llm.chat_session(cache=cache, **self.session.template_args)
         session.set_messages(self.session.messages)
         self.session.close()
         self.session = session

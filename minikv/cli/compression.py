@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,14 +28,27 @@ REQUEST_FIELDS = (
 
 def cache_config(engine: Mapping[str, Any], compression: Mapping[str, Any]) -> CacheConfig:
     """The configuration that the options of a command stand for. Raises ConfigError."""
+    fields = option_fields(compression)
+    if "kv_dtype" in engine:
+        fields["kv_dtype"] = engine["kv_dtype"]
+    return CacheConfig(**fields)
+
+
+def option_fields(compression: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `CacheConfig` that compression options set. Raises ConfigError."""
     fields = {name.removeprefix("kv_"): value for name, value in compression.items()}
     if "budget" in fields:
         fields["budget"] = read_budget(fields["budget"])
     if "slack" in fields:
         fields["decode_slack"] = fields.pop("slack")
-    if "kv_dtype" in engine:
-        fields["kv_dtype"] = engine["kv_dtype"]
-    return CacheConfig(**fields)
+    return fields
+
+
+def same_value(name: str, one: Any, other: Any) -> bool:
+    """Whether two values of a field mean the same: 1.0 is not 1, and and a path has many spellings."""
+    if name == "profile" and one is not None and other is not None:
+        return os.path.abspath(one) == os.path.abspath(other)
+    return one == other and type(one) is type(other)
 
 
 def changed(cache: CacheConfig, fields: Mapping[str, Any]) -> CacheConfig:

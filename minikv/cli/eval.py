@@ -12,8 +12,8 @@ import typer
 from minikv.cli import console
 from minikv.cli.interrupts import Interrupts
 from minikv.cli.options import COMPRESSION, ENGINE, Option, takes
-from minikv.cli.version import version
 from minikv.errors import ConfigError
+from minikv.version import version
 
 if TYPE_CHECKING:
     from rich.progress import Progress

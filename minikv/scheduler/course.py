@@ -36,6 +36,16 @@ class Turn:
     pinned: Ranges = ()
     recorder: Recorder | None = None
 
+    def new_recorder(self, config: ModelConfig, rope: Rope) -> Recorder:
+        """A recorder that knows nothing of the turns before."""
+        evidence, rolling = self.retention.evidence, self.retention.streaming
+        return Recorder(evidence, config, rope, self.content, resumes=self.resumes, rolling=rolling)
+
+    @property
+    def resumes(self) -> int | None:
+        """Position from which what the model says counts as well, where it is judged at all."""
+        return self.num_prompt if self.retention.slack is not None else None
+
     def asks_the_same(self, other: Turn) -> bool:
         """Whether both are the same but for what was recorded."""
         return all(
@@ -111,12 +121,10 @@ class Course:
         if turn.recorder or not evidence.records:
             return turn.recorder
         before = self._recorder_before(turn)
-        resumes = turn.num_prompt if turn.retention.slack is not None else None
-        rolling = turn.retention.streaming
         if before is not None and before.evidence is evidence:
-            turn.recorder = before.continued(turn.content, resumes, rolling)
+            turn.recorder = before.continued(turn.content, turn.resumes, turn.retention.streaming)
         else:
-            turn.recorder = Recorder(evidence, config, rope, turn.content, resumes=resumes, rolling=rolling)
+            turn.recorder = turn.new_recorder(config, rope)
         for earlier in self.turns[: self.turns.index(turn)]:
             earlier.recorder = None
         return turn.recorder

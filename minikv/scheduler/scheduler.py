@@ -8,6 +8,7 @@ later. The oldest request is never preempted, so every step makes progress or en
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -118,6 +119,23 @@ class Scheduler:
         self._give_up(lanes)
         _forget(lanes)
 
+    def restore(self, lanes: Lanes, num_pages: int, fill: Callable[[int], None]) -> bool:
+        """Give empty lanes a sequence, into which `fill` puts entries on `num_pages` pages, and count them
+        among the idle; idle lanes of others are reclaimed for it. False, changing nothing, if that is not
+        enough; if `fill` raises, its pages are free again."""
+        self._release_abandoned()
+        if not self._free_up(num_pages, own=False):
+            return False
+        seq = self.store.open()
+        try:
+            fill(seq)
+        except BaseException:
+            self.store.close(seq)
+            raise
+        lanes.seq, lanes.pages = seq, self.store.pages_of(seq)
+        self.idle.append(lanes)
+        return True
+
     def fork_siblings(self, leader: Request) -> list[Request]:
         """Start the waiting siblings (n > 1) of a request whose prompt is computed on copies of its
         lanes, as far as there is room; of the others the first leads the rest."""
@@ -148,8 +166,7 @@ class Scheduler:
     # Admission
 
     def _admit(self) -> None:
-        for lanes in [lanes for lanes in self.idle if lanes.abandoned]:
-            self.release(lanes)
+        self._release_abandoned()
         for request in list(self.waiting):
             if request.waits_for_leader:
                 continue
@@ -162,6 +179,10 @@ class Scheduler:
             else:
                 message = self.shortage(request, len(request.tokens), self.most_pages(request))
                 self.exhausted.append((request, message))
+
+    def _release_abandoned(self) -> None:
+        for lanes in [lanes for lanes in self.idle if lanes.abandoned]:
+            self.release(lanes)
 
     def _start(self, request: Request) -> None:
         lanes = request.lanes
@@ -191,14 +212,18 @@ class Scheduler:
         bisect.insort(self.running, request, key=lambda r: r.id)
 
     def _make_room(self, request: Request) -> bool:
-        """Whether the whole of the request's tokens, what running prompts still need and a page per
-        lane of each running sequence fit the pool. Idle lanes of others are reclaimed for it, but
-        only if that is enough."""
+        """Whether the whole of the request's tokens fit, idle lanes of others being reclaimed for it."""
         self._cut_to_common_prefix(request)
-        needed = self._pages_to_start(request) + self.store.num_lanes * len(self.running)
-        needed += sum(self._pages_ahead(r) for r in self.running if r.num_remaining > 1)
         own = request.lanes is not None and request.lanes.seq is not None
-        others = [lanes for lanes in self.idle if lanes is not request.lanes]
+        return self._free_up(self._pages_to_start(request), own, request.lanes)
+
+    def _free_up(self, pages: int, own: bool, spared: Lanes | None = None) -> bool:
+        """Whether `pages` pages, what running prompts still need and a page per lane of each running
+        sequence fit the pool, and there is a sequence for them, if they have not their `own`. Idle lanes
+        other than those `spared` are reclaimed for it, but only if that is enough."""
+        needed = pages + self.store.num_lanes * len(self.running)
+        needed += sum(self._pages_ahead(r) for r in self.running if r.num_remaining > 1)
+        others = [lanes for lanes in self.idle if lanes is not spared]
         reclaimable = sum(self.store.pages_of(lanes.seq) for lanes in others if lanes.seq is not None)
         if self.store.pool.num_free + reclaimable < needed:
             return False

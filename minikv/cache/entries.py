@@ -1,0 +1,55 @@
+"""Entries outside the pool, bit for bit as it stores them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Stored(NamedTuple):
+    """Rows of the pool, n of them.
+
+    keys, values: [n, head_dim] in the KV dtype, keys rotated to their positions. key_scales,
+    value_scales: [n] float32 if that is int8, or else None. log_mass: [n] float32. positions: [n] int32.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+    log_mass: Tensor
+    positions: Tensor
+
+    def at(self, index: Tensor) -> Stored:
+        """The rows at `index` [m] int64 or [n] bool."""
+        return Stored(*(None if tensor is None else tensor[index] for tensor in self))  # type: ignore[arg-type]
+
+    def and_then(self, other: Stored) -> Stored:
+        """These rows and those of `other`."""
+        pairs = zip(self, other, strict=True)
+        return Stored(*(None if a is None or b is None else torch.cat((a, b)) for a, b in pairs))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Entries of one or more lanes of a layer, lane after lane, ascending by position in each.
+
+    rows: of all lanes, n in all. counts: [n] int32, tokens that each entry stands for. lengths: [lanes]
+    int64, entries of each lane; their sum is n.
+    """
+
+    rows: Stored
+    counts: Tensor
+    lengths: Tensor
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def lane(self, index: int) -> Entries:
+        """One lane alone."""
+        end = int(self.lengths[: index + 1].sum())
+        places = torch.arange(end - int(self.lengths[index]), end)
+        return Entries(self.rows.at(places), self.counts[places], self.lengths[index : index + 1])

@@ -1,0 +1,157 @@
+"""Entries to spans and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minikv.cache.entries import Entries, Stored
+from minikv.cache.policies.trees.keys import rotated
+from minikv.cache.pool import round_rows
+from minikv.cache.tiers.forms import (
+    Part,
+    Reader,
+    Turn,
+    decode_int8,
+    decode_lowrank,
+    encode_int8,
+    encode_lowrank,
+    floats_of,
+    pack,
+)
+from minikv.cache.tiers.span import FORMS, Header, Owner, Span, sealed
+
+if TYPE_CHECKING:
+    from minikv.models.rope import Rope
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How the entries of a model become spans.
+
+    fingerprint: of `fingerprint_of`. rope: the model's rotation; without it keys are never factored.
+    most_error: relative error that keys and values of every lane may have, 0 for exact rows.
+    forms: those that may be chosen besides `exact`.
+    """
+
+    fingerprint: bytes
+    rope: Rope | None = None
+    most_error: float = 0.0
+    forms: Sequence[str] = FORMS
+
+    def encode(self, entries: Entries, owner: Owner, num_tokens: int, merged_end: int = 0) -> Span:
+        """A span of at least one entry, keys and values each in the form that takes the least bytes within
+        the error. num_tokens: logical length of the sequence; merged_end: as in `LaneStore.merged_end`."""
+        assert len(entries), "a span holds entries"
+        rows, lengths = entries.rows, entries.lengths.tolist()
+        turn = None if self.rope is None else turning(self.rope, rows.positions, lengths, num_tokens)
+        key_forms = self.forms if turn is not None else [form for form in self.forms if form != "lowrank"]
+        keys = self._cheapest(Part(rows.keys, rows.key_scales, lengths, turn), key_forms)
+        values = self._cheapest(Part(rows.values, rows.value_scales, lengths), self.forms)
+        has_mass, has_counts = bool((rows.log_mass != 0).any()), bool((entries.counts != 1).any())
+        mass, counts = (rows.log_mass if has_mass else None), (entries.counts.int() if has_counts else None)
+        body = pack(entries.lengths.int(), rows.positions, mass, counts) + keys.data + values.data
+        header = Header(
+            owner=owner,
+            fingerprint=self.fingerprint,
+            dtype=rows.keys.dtype,
+            key_form=keys.form,
+            value_form=values.form,
+            head_dim=rows.keys.shape[1],
+            num_lanes=len(lengths),
+            num_rows=len(entries),
+            num_tokens=num_tokens,
+            merged_end=merged_end,
+            error=max(keys.error, values.error),
+            has_mass=has_mass,
+            has_counts=has_counts,
+            body_bytes=0,
+            body_digest=b"",
+        )
+        return sealed(header, body)
+
+    def decode(self, span: Span) -> Entries:
+        """The entries of a span of this model: bit for bit those that were encoded, where a form is exact."""
+        header = span.header
+        assert header.fingerprint == self.fingerprint, "a span of another model"
+        body, count = Reader(span.body), header.num_rows
+        lengths = _lengths(body, header)
+        positions = body.take(torch.int32, count)
+        mass = body.take(torch.float32, count) if header.has_mass else torch.zeros(count)
+        ones = torch.ones(count, dtype=torch.int32)
+        counts = body.take(torch.int32, count) if header.has_counts else ones
+        turn = None
+        if self.rope is not None:
+            turn = turning(self.rope, positions, lengths.tolist(), header.num_tokens)
+        assert turn is not None or header.key_form != "lowrank", "factored keys need the rotation"
+        keys, key_scales = _decode(body, header, header.key_form, lengths.tolist(), turn)
+        values, value_scales = _decode(body, header, header.value_form, lengths.tolist(), None)
+        assert body.done, "a span's body is longer than its header says"
+        return Entries(Stored(keys, values, key_scales, value_scales, mass, positions), counts, lengths)
+
+    def _cheapest(self, part: Part, forms: Sequence[str]) -> _Encoded:
+        best = _Encoded("exact", pack(part.scales, part.stored), 0.0)
+        if self.most_error <= 0:
+            return best
+        for form in forms:
+            data = _encode(part, form, self.most_error, len(best.data) - 1)
+            if data is None or len(data) >= len(best.data):
+                continue
+            dtype, dim = part.stored.dtype, part.stored.shape[1]
+            found = _rows(Reader(data), form, dim, part.lengths, part.turn)
+            error = part.error(floats_of(*round_rows(found, dtype)))
+            if error <= self.most_error:
+                best = _Encoded(form, data, error)
+        return best
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    form: str
+    data: bytes
+    error: float
+
+
+def lengths_of(span: Span) -> Tensor:
+    """Entries of each lane of a span: [lanes] int64."""
+    return _lengths(Reader(span.body), span.header)
+
+
+def _lengths(body: Reader, header: Header) -> Tensor:
+    return body.take(torch.int32, header.num_lanes).long()
+
+
+def turning(rope: Rope, positions: Tensor, lengths: list[int], num_tokens: int) -> Turn:
+    """Turns rows of a lane to the positions [n] of its entries, or back."""
+    lanes = positions.long().split(lengths)
+
+    def turn(rows: Tensor, lane: int, back: bool) -> Tensor:
+        return rotated(rope, rows[None], lanes[lane][None], num_tokens, back)[0]
+
+    return turn
+
+
+def _encode(part: Part, form: str, most_error: float, most_bytes: int) -> bytes | None:
+    if form == "lowrank":
+        return encode_lowrank(part, most_error, most_bytes)
+    return encode_int8(part) if form == "int8" else None
+
+
+def _decode(
+    body: Reader, header: Header, form: str, lengths: list[int], turn: Turn | None
+) -> tuple[Tensor, Tensor | None]:
+    """Rows in the KV dtype [n, head_dim], and their scales if that is int8."""
+    if form == "exact":
+        scales = body.take(torch.float32, header.num_rows) if header.dtype == torch.int8 else None
+        return body.take(header.dtype, header.num_rows, header.head_dim), scales
+    return round_rows(_rows(body, form, header.head_dim, lengths, turn), header.dtype)
+
+
+def _rows(body: Reader, form: str, head_dim: int, lengths: list[int], turn: Turn | None) -> Tensor:
+    if form == "int8":
+        return decode_int8(body, head_dim, lengths)
+    return decode_lowrank(body, head_dim, lengths, turn)
