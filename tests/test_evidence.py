@@ -321,7 +321,7 @@ def test_residual_norms_equal_those_of_a_plain_forward_pass():
 
 def plain_layer(decoder, layer, hidden):
     config, count = decoder.config, len(hidden)
-    qkv = layer.qkv(decoder._rms_norm(hidden, layer.attention_norm)).view(count, -1, config.head_dim)
+    qkv = layer.qkv(decoder._normalised(hidden)).view(count, -1, config.head_dim)
     q, k, v = qkv.split([config.num_query_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
     cos, sin = decoder.rope.cos_sin(torch.arange(count))
 
@@ -334,5 +334,5 @@ def plain_layer(decoder, layer, hidden):
     seen = torch.ones(count, count, dtype=torch.bool).tril()
     out = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ v
     hidden = hidden + layer.output(out.transpose(0, 1).reshape(count, -1))
-    gate, up = layer.gate_up(decoder._rms_norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+    gate, up = layer.gate_up(decoder._normalised(hidden)).chunk(2, dim=-1)
     return hidden + layer.down(torch.nn.functional.silu(gate) * up)

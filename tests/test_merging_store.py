@@ -185,7 +185,7 @@ def test_an_entry_that_comes_back_unchanged_is_not_rounded_again():
     pool.write_rows(slots, rows[0], rows[1])
     pool.write_entries(slots, torch.arange(24).expand(slots.shape))
     store.append(seq, 24)
-    before = [t.clone() for t in pool._take(slots.reshape(-1))]
+    before = [t.clone() for t in pool.take_rows(slots.reshape(-1))]
     keys, values = pool.read_rows(slots[0])
     kept = torch.arange(0, 24, 2).expand(2, 12)
     positions, ones = kept.clone(), torch.ones(2, 12, dtype=torch.int64)
@@ -193,7 +193,7 @@ def test_an_entry_that_comes_back_unchanged_is_not_rounded_again():
     given = Rows(keys[:, ::2], changed, torch.zeros(2, 12), positions, ones, torch.zeros(2, 12) > 0)
     store.replace(seq, lambda layer: (given, kept), 0)
     slots, _ = store.slots(seq)
-    after = pool._take(slots.reshape(-1))
+    after = pool.take_rows(slots.reshape(-1))
     for old, new in ((before[0], after[0]), (before[2], after[2])):
         assert torch.equal(new.view(2, 12, -1), old.view(2, 24, -1)[:, ::2])
     torch.testing.assert_close(pool.read_rows(slots)[1][0], changed, atol=0.02, rtol=0)
