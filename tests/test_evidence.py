@@ -336,3 +336,22 @@ def plain_layer(decoder, layer, hidden):
     hidden = hidden + layer.output(out.transpose(0, 1).reshape(count, -1))
     gate, up = layer.gate_up(decoder._normalised(hidden)).chunk(2, dim=-1)
     return hidden + layer.down(torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("evidence", [Evidence(query_statistics=True), Evidence(window=4, future=8)])
+def test_a_resumed_recorder_still_knows_how_far_it_has_seen(evidence):
+    decoder, ids = tiny_decoder(), prompt(60)
+    run = Run(decoder)
+    recorder = run.recorder(evidence, range(60))
+    run.feed(ids, recorder, chunked(7))
+    again = Run(decoder).recorder(evidence, range(60))
+    again.resume(recorder.state())
+    for each in (recorder, again):
+        assert each.keeps_traces(59) and not each.keeps_traces(60)
+
+
+def test_rows_captured_for_another_reason_do_not_wait_for_the_window():
+    run = Run(tiny_decoder())
+    recorder = run.recorder(Evidence(window=4, future=8), range(60))
+    run.feed(prompt(60), recorder, chunked(7))
+    assert recorder.state()["window.positions"].tolist() == [56, 57, 58, 59]

@@ -290,11 +290,11 @@ class Compressor:
         capacity = capacity // 2 if is_merging(policy) else capacity
         protected = protect(positions, lengths, cache, (*cache.pinned, *pinned), capacity)
         floors = protected.sum(dim=-1)
-        if ceiling is not None and ceiling.pages(floors.numpy(), room) > ceiling.max_pages:
+        least = torch.minimum(floors.clamp(min=1), lengths) if is_merging(policy) else floors
+        if ceiling is not None and ceiling.pages(least.numpy(), room) > ceiling.max_pages:
             raise ConfigError(pinned_too_much(int(floors.max()), ceiling))
         if not (valid & ~protected).any():
             return None  # what is pinned may be all there is, and more than a budget in entries
-        least = torch.minimum(floors.clamp(min=1), lengths) if is_merging(policy) else floors
         sizes = max(total, int(least.sum())), ceiling, room
         return _Task(seq, policy, cache, num_tokens, recorded, lengths, valid, positions, protected, *sizes)
 

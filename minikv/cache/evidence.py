@@ -117,6 +117,7 @@ class Recorder:
         """Rows [R] int64, ascending, of a chunk of `count` tokens whose queries are to be captured."""
         positions = torch.arange(first_position, first_position + count)
         counted = self._counted(positions)
+        self._look_at(positions[counted])
         wanted = torch.zeros(count, dtype=torch.bool)
         if self.evidence.window:
             recent = counted.nonzero().squeeze(1)[-self.evidence.window :]
@@ -143,10 +144,11 @@ class Recorder:
         counted = self._counted(positions)
         window = self.evidence.window
         rows = counted.nonzero().squeeze(1)
-        if len(rows):
-            self._end = int(positions[rows[-1]]) + 1
-        if window and len(rows):
-            recent = rows[-window:]
+        self._look_at(positions[rows])
+        recent = rows[-window:] if window else rows[:0]
+        if not self._rolling:  # others were captured for other reasons
+            recent = recent[positions[recent] >= self.content.stop - window]
+        if len(recent):
             queries = self._of_wanted_heads(captured.index_select(1, recent))
             taken = None if norms is None or not self.evidence.residual_norms else norms[:, recent]
             self._latest.append(_Rows(positions[recent], queries, taken))
@@ -157,6 +159,11 @@ class Recorder:
         if self._moments is not None:
             rows = rows[self._sampled(positions[rows])]
             self._moments.add(captured, rows, *self._inverse(positions[rows], lengths, rows))
+
+    def _look_at(self, positions: Tensor) -> None:
+        """Note positions [n], ascending, that count."""
+        if len(positions):
+            self._end = max(self._end, int(positions[-1]) + 1)
 
     def add_surprisal(self, first_position: int, values: Tensor) -> None:
         """Take -log p [n] of the tokens at first_position and after."""
@@ -199,7 +206,8 @@ class Recorder:
     def state(self) -> dict[str, Tensor]:
         """All that was recorded, as tensors by name, of which `resume` makes an equal recorder."""
         numbers = [self._stride, 0 if self._spread is None else self._spread.stride]
-        state = {"numbers": torch.tensor([*numbers, 0 if self._moments is None else self._moments.count])}
+        numbers += [0 if self._moments is None else self._moments.count, self._end]
+        state = {"numbers": torch.tensor(numbers)}
         if self._latest:
             parts = [len(rows.positions) for rows in self._latest]
             rows = _Rows.joined(self._latest, sum(parts))
@@ -215,7 +223,7 @@ class Recorder:
     def resume(self, state: Mapping[str, Tensor]) -> None:
         """Take what `state` gave of a recorder for the same model and evidence, if this one is new. The
         caller sees to names, types and shapes; ValueError where one does not fit the others."""
-        self._stride, spread_stride, count = state["numbers"].tolist()
+        self._stride, spread_stride, count, self._end = state["numbers"].tolist()
         if "window.parts" in state:
             self._latest = _Rows(
                 state["window.positions"], state["window.queries"], state.get("window.norms")
@@ -226,15 +234,15 @@ class Recorder:
             parts = (state[f"moments.{name}"] for name in ("sum", "outer", "waiting"))
             self._moments.resume(count, *parts)
         self._surprisal = state.get("surprisal", self._surprisal)
-        if self._stride < 1:
-            raise ValueError("a stride is too small")
+        if self._stride < 1 or self._end < 0:
+            raise ValueError("a stride or an end is too small")
 
     def state_shapes(self, num_tokens: int) -> dict[str, tuple[torch.dtype, tuple[int | Most, ...]]]:
         """Type and largest shape of whatever `state` can hold after `num_tokens` tokens."""
         evidence, long = self.evidence, torch.int64
         layers, k = self._heads.shape
         _, heads, width = self._shape
-        shapes: dict[str, tuple[torch.dtype, tuple[int | Most, ...]]] = {"numbers": (long, (3,))}
+        shapes: dict[str, tuple[torch.dtype, tuple[int | Most, ...]]] = {"numbers": (long, (4,))}
         if evidence.window:
             # At most four windows of parts are kept, each as long as a window.
             parts = Most(min(4 * evidence.window + 1, num_tokens))
@@ -331,9 +339,10 @@ class _Rows:
         """The last `most` rows of all parts."""
         norms = [part.norms for part in parts if part.norms is not None]
         return cls(
-            torch.cat([part.positions for part in parts])[-most:],
-            torch.cat([part.queries for part in parts], dim=2)[:, :, -most:],
-            torch.cat(norms, dim=1)[:, -most:] if len(norms) == len(parts) else None,
+            # Copies, so that what is cut off is not held.
+            torch.cat([part.positions for part in parts])[-most:].clone(),
+            torch.cat([part.queries for part in parts], dim=2)[:, :, -most:].clone(),
+            torch.cat(norms, dim=1)[:, -most:].clone() if len(norms) == len(parts) else None,
         )
 
     def split(self, counts: list[int]) -> list[_Rows]:

@@ -110,7 +110,7 @@ def _count(forest: Forest, price: float) -> int:
     """Entries that all lanes have at a price."""
     counts = _upward(forest, torch.tensor([[price]]))[1][LEVELS][:, 0]
     lanes = torch.zeros(forest.floors.shape).index_add_(0, forest.lanes, counts)
-    return int(torch.maximum(lanes, forest.floors.float()).sum())
+    return int(torch.maximum(lanes.long(), forest.floors).sum())
 
 
 def _upward(forest: Forest, price: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -143,7 +143,7 @@ def _between(forest: Forest, low: float, high: float, total: int) -> _Choice:
         more, gain = counts - held, damage - damages
         fits = (more > 0) & (more <= spare) & (gain > 0)
         order = torch.where(fits, gain / more.clamp(min=1), -torch.inf).argsort(descending=True, stable=True)
-        taken = order[(more[order].cumsum(0) <= spare) & fits[order]]
+        taken = order[(more[order].cumsum(0, dtype=torch.float64) <= spare) & fits[order]]
         price[taken], held[taken], damage[taken] = lower[taken], counts[taken], damages[taken]
         spare -= int(more[taken].sum())
         if spare <= total // _FINE:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _BLOCK = 150  # slots of query heads
 _LEAST = 1e-30
+_MOST_LOGIT = 40.0
 _PLAIN = 0.1
 _LOWEST, _HIGHEST = 1e-4, 20.0
 
@@ -54,7 +55,8 @@ def damage_of(view: LayerView, rows: Rows, protected: Tensor, rope: Rope, roots:
     log_mass = in_slots(view.log_mass)
     masses = inner_sums(log_mass.exp() * free).clamp(min=_LEAST)
     # The best mass over the rows that have queries, within bounds around the mass there is.
-    best = products[:, 0] / squares[:, 0].clamp(min=_LEAST)
+    along, across = products[:, 0], squares[:, 0]
+    best = torch.where(across > _LEAST, along / across.clamp(min=_LEAST), masses)
     mass = torch.minimum(torch.maximum(best, _LOWEST * masses), _HIGHEST * masses)
     kept = drop[..., SLOT:] - 2 * mass * products[:, 1] + mass.square() * squares[:, 1]
     keep = torch.cat((torch.zeros_like(log_mass), kept.clamp_(min=0)), dim=2)
@@ -127,8 +129,9 @@ def _chances(view: LayerView, rows: Rows, attention: Tensor, counts: Tensor, rop
     kv_heads, group, _, slots, _ = attention.shape
     inverse = 1 / inner_sums(counts).clamp(min=1)
     keys = _mean_keys(view, counts, inverse, rope)
-    # The squares of chances are asked for.
-    squares = ((2 * rows.queries) @ keys.transpose(1, 2)).sub_(2 * rows.normalisers).exp_()
+    # The squares of chances are asked for. A mean key may be nearer to a query than all that it is made of.
+    squares = ((2 * rows.queries) @ keys.transpose(1, 2)).sub_(2 * rows.normalisers)
+    squares = squares.clamp_(max=_MOST_LOGIT).exp_()
     chance = rows.together(squares.view(kv_heads, group, -1, slots, SLOT - 1))
     ahead = attention[:, :, rows.own :].clamp(min=_LEAST).log_().sub_(in_slots(view.log_mass)[:, None, None])
     ahead = inner_sums(ahead.mul_(counts[:, None, None])) * inverse[:, None, None]

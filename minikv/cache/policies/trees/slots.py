@@ -26,9 +26,9 @@ def level_slice(level: int) -> slice:
     return slice(start_of(level), start_of(level + 1))
 
 
-def in_slots(rows: Tensor, value: float = 0.0) -> Tensor:
-    """Rows [.., n] as [.., slots, SLOT], with `value` in places past the end."""
-    return F.pad(rows, (0, -rows.shape[-1] % SLOT), value=value).unflatten(-1, (-1, SLOT))
+def in_slots(rows: Tensor) -> Tensor:
+    """Rows [.., n] as [.., slots, SLOT], 0 in places past the end."""
+    return F.pad(rows, (0, -rows.shape[-1] % SLOT)).unflatten(-1, (-1, SLOT))
 
 
 def pairs(level: Tensor) -> tuple[Tensor, Tensor]:
