@@ -372,22 +372,16 @@ def test_only_what_the_window_asks_for_more_than_others_do_is_looked_ahead_of():
     assert (ahead.argmax(dim=1) - place).clamp(1, 3).equal(ahead.argmax(dim=1) - place)
 
 
-def test_mean_keys_that_point_at_a_query_harder_than_any_entry_give_numbers():
-    """Keys turned by turns away from the query at their own places point at it one place further."""
-    view = view_of((SLOT * 2,), group=1)
-    count = SLOT * 2
-    view = replace(
-        view, positions=torch.arange(count).expand(1, -1), valid=torch.ones(1, count, dtype=torch.bool)
-    )
-    view = replace(view, num_tokens=count + WINDOW, query_positions=torch.arange(count, count + WINDOW))
-    half = WIDTH // 2
-    keys, queries = torch.zeros(1, count, WIDTH), torch.zeros(1, WINDOW, WIDTH)
-    place = torch.arange(count)
-    turn = place * torch.tensor(1.0) + torch.where(place % 2 == 0, 1.0, -1.0) * torch.pi / 2
-    keys[0, :, 0], keys[0, :, half] = 800 * turn.cos(), 800 * turn.sin()
-    queries[..., 0] = 8
-    view = replace(view, keys=keys, queries=queries, log_mass=torch.zeros(1, count))
-    damage = policy_of().measure(view, torch.zeros(1, count, dtype=torch.bool)).damage
-    assert not damage.drop.isnan().any() and not damage.keep.isnan().any()
-    places, (rows,) = compressed(policy_of(), [view], 20, sinks=0, recent=0)
-    assert number_of(places) == 20 and rows.log_mass.isfinite().all()
+@pytest.mark.parametrize("size", [200, 400])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_mean_keys_that_point_at_a_query_harder_than_any_entry_give_numbers(size, sign):
+    """Keys across the query, each at its own place, of which means are turned towards it."""
+    view, count = view_of((70, 70), group=1), 70
+    keys, queries = torch.zeros(2, count, WIDTH), torch.zeros(2, WINDOW, WIDTH)
+    keys[..., WIDTH // 2] = sign * size
+    queries[..., 0] = WIDTH**0.5
+    view = replace(view, keys=keys, queries=queries, log_mass=torch.zeros(2, count), num_tokens=count + 10)
+    view = replace(view, positions=torch.arange(count).expand(2, -1), counts=torch.ones(2, count, dtype=int))
+    view = replace(view, valid=view.positions >= 0, query_positions=torch.arange(count, count + WINDOW))
+    places, (rows,) = compressed(policy_of(), [view], 40)
+    assert number_of(places) == 40 and rows.log_mass.isfinite().all()

@@ -92,7 +92,7 @@ def _wrapped(text: str, screen: Console) -> list[Text]:
 
     from rich.text import Text
 
-    return [Text(line) for line in wrap(text, screen.width - 1)]
+    return [Text(line) for line in wrap(text, max(1, screen.width - 1))]
 
 
 def can_show(screen: Console) -> bool:

@@ -50,6 +50,10 @@ def draw(held: Held, layers: range, by_head: bool, path: Path) -> None:
         try:
             with open(handle, "wb") as file:
                 figure.savefig(file, format="png", dpi=120)
+            # A temporary file is its owner's alone; a picture is as open as any new file.
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(temporary, 0o666 & ~mask)
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)

@@ -41,7 +41,7 @@ def report(screen: Console, held: Held, layers: range, by_head: bool) -> list[Te
 
 
 def _prose(screen: Console, *sentences: str) -> list[str]:
-    width = min(_WIDEST_PROSE, screen.width - 1)
+    width = min(_WIDEST_PROSE, max(1, screen.width - 1))
     return [line for sentence in sentences for line in wrap(sentence, width)]
 
 
