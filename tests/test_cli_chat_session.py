@@ -191,6 +191,12 @@ def test_piped_turns_make_one_conversation(model: Path, llm: LLM, tmp_path: Path
             "with policy 'snapkv', not 'adakv'; leave the option",
         ),
         (("--kv-policy", "snapkv", "--kv-budget", "1.0"), "with budget 40, not 1.0; leave the option out"),
+        (
+            ("--kv-budget", 41),
+            "with budget 40, not 41; leave the option out, or change it in the chat with /set",
+        ),
+        (("--no-refit",), "with refit None, not False; leave the option out."),
+        (("--kv-budget", "64 apples"), "budget must be a fraction"),
         (("--template-arg", "tone=mild"), "with the template argument tone None, not 'mild'"),
         (("--kv-dtype", "int8"), "and those of this model are int8; load the model with kv_dtype"),
         (("--max-context", 20), "and the context is 20; raise max_context"),
@@ -204,7 +210,7 @@ def test_an_option_that_the_session_contradicts_is_refused(
     before = path.read_bytes()
     assert sentence in error_of(invoke("chat", model, *SHORT, *options, "--session", path, stdin="on"))
     assert path.read_bytes() == before
-    for same in (kept, ()):
+    for same in (kept, kept[2:], ()):
         assert invoke("chat", model, *SHORT, *same, "--session", path, stdin="hello").exit_code == 0
 
 

@@ -10,7 +10,7 @@ import typer
 
 from minikv.cli import console
 from minikv.cli.chat_commands import COMMANDS, LeaveChat, run_command
-from minikv.cli.chat_files import Keeper, loaded, open_session
+from minikv.cli.chat_files import Keeper, goes_on, loaded, open_session
 from minikv.cli.chat_state import ChatState
 from minikv.cli.inputs import read_stdin
 from minikv.cli.interrupts import Interrupts
@@ -52,7 +52,8 @@ def chat(
     from minikv import SamplingParams
 
     params = SamplingParams(**sampling)
-    with load_llm(model, engine, compression, progress=console.stderr_is_terminal()) as llm:
+    own = {} if goes_on(session) else compression
+    with load_llm(model, engine, own, progress=console.stderr_is_terminal()) as llm:
         if not llm.tokenizer.has_chat_template:
             raise TemplateError(f"{llm.name} has no chat template; use minikv generate --raw.")
         arguments = template.get("template_args", {})

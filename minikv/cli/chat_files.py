@@ -74,6 +74,11 @@ def _held(session: ChatSession) -> str:
     return f"the KV cache of {session.num_tokens:,} tokens ({format_size(session.kv_bytes)})"
 
 
+def goes_on(name: str | None) -> bool:
+    """Whether `--session` names a file that is there: what the conversation keeps is then said in it."""
+    return name is not None and os.path.exists(user_path(name))
+
+
 def open_session(
     llm: LLM, name: str, system: str | None, compression: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> tuple[ChatSession, Path, bool]:
@@ -108,9 +113,10 @@ def _check_options(
     for name, value in option_fields(compression).items():
         own = getattr(session.cache, name)
         if not same_value(name, own, value):
+            change = f", or change it in the chat with /set {name}" if name in ("policy", "budget") else ""
             raise ConfigError(
                 f"{path} is a conversation with {name} {shown(own)}, not {shown(value)}; leave the option "
-                "out, or change it in the chat with /set policy."
+                f"out{change}."
             )
     for name, value in arguments.items():
         own = session.template_args.get(name)
