@@ -13,6 +13,7 @@ from minikv.sizes import format_size, parse_size
 
 __all__ = [
     "KV_DTYPES",
+    "WITHOUT_POLICY",
     "CacheConfig",
     "EngineConfig",
     "TierConfig",
@@ -21,6 +22,7 @@ __all__ = [
     "parse_size",
 ]
 
+WITHOUT_POLICY = {"budget": None, "decode_slack": None, "prefill": "exact", "evicted": "drop"}
 _SHORT = 64  # tokens of a prompt that a large window does not keep whole any more
 
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
@@ -57,7 +59,8 @@ class CacheConfig:
     sinks, recent: first and last entries of every lane that always stay; a budget too small for them
         gives up recent ones first.
     window: last content tokens of a prompt whose queries policies read.
-    evicted: `drop` forgets what does not stay.
+    evicted: `drop` forgets what does not stay; `demote` keeps the entries as they were in the tiers below the
+        pool, and at the next turn the policy chooses again among all of them.
     prefill: `exact` holds the full prompt until its end and compresses once; `streaming` compresses
         while it goes, so that a prompt needs no more memory than budget and chunk, at some loss.
     decode_slack: entries per lane above the budget at which a decoding sequence is compressed again;
@@ -92,9 +95,7 @@ class CacheConfig:
         _positive("window", self.window)
         if self.decode_slack is not None:
             _positive("decode_slack", self.decode_slack)
-        if self.evicted == "demote":
-            raise ConfigError('evicted="demote" is not available yet; use "drop".')
-        _one_of("evicted", self.evicted, ("drop",))
+        _one_of("evicted", self.evicted, ("drop", "demote"))
         _one_of("prefill", self.prefill, ("exact", "streaming"))
         if self.refit is not None and not isinstance(self.refit, bool):
             raise ConfigError(f"refit must be true, false or none, not {shown(self.refit)}.")
@@ -103,7 +104,7 @@ class CacheConfig:
 
     def _check_policy(self) -> None:
         if self.policy == "full":
-            for name, off in (("budget", None), ("decode_slack", None), ("prefill", "exact")):
+            for name, off in WITHOUT_POLICY.items():
                 if getattr(self, name) != off:
                     raise ConfigError(
                         f"{name} {shown(getattr(self, name))} needs a policy that compresses, such as "
@@ -164,11 +165,14 @@ class TierConfig:
     warm: spans in host memory; None for none.
     cold: spans in a file, as `"PATH:SIZE"`; None for none. The file is made if need be, and belongs to one
         process at a time.
+    error: relative error that keys and values of demoted entries may have (Frobenius norm of a lane's rows in
+        a span); 0 for exact rows. What is put back to go on from a preemption is always exact.
     """
 
     hot: int | str | None = None
     warm: int | str | None = None
     cold: str | None = None
+    error: float = 0.0
 
     def __post_init__(self) -> None:
         if self.hot is not None:
@@ -177,6 +181,13 @@ class TierConfig:
             parse_size(self.warm, "kv_warm")
         if self.cold is not None:
             _path_and_size(self.cold)
+        if isinstance(self.error, bool) or not isinstance(self.error, int | float) or not 0 <= self.error < 1:
+            raise ConfigError(f"kv_error must be a number from 0 to below 1, not {shown(self.error)}.")
+
+    @property
+    def below(self) -> bool:
+        """Whether there is a tier below the page pool."""
+        return self.warm is not None or self.cold is not None
 
     @property
     def hot_bytes(self) -> int | None:
@@ -223,8 +234,6 @@ class EngineConfig:
     tiers: TierConfig = field(default_factory=TierConfig)
 
     def __post_init__(self) -> None:
-        if self.tiers.warm is not None or self.tiers.cold is not None:
-            raise ConfigError("The engine does not use a warm or a cold tier yet; give it a hot one only.")
         for name in ("max_seqs", "prefill_chunk"):
             _positive(name, getattr(self, name))
         for name in ("max_context", "max_batch_tokens"):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.compress import Compressor, Ranges
+from minikv.cache.tiers.storage import Storage
 from minikv.config import CacheConfig, EngineConfig, check_ranges
 from minikv.errors import ConfigError, MinikvError
 from minikv.kernels.batch import Batch
@@ -35,8 +36,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class Model(Protocol):
-    """What the engine needs of a decoder. With policies it also needs `rope`, `output_weight` and, for
-    surprisal, `hidden_states` and `logits`."""
+    """What the engine needs of a decoder. With policies or tiers it also needs `rope`, with policies
+    `output_weight` and, for surprisal, `hidden_states` and `logits`."""
 
     config: ModelConfig
 
@@ -47,7 +48,8 @@ class Model(Protocol):
 
 class Engine:
     """One model, one page pool, any number of requests. `config.cache` is what requests get that bring
-    no cache configuration of their own."""
+    no cache configuration of their own. `fingerprint` is the model's, hex: what is in a cold file is of use
+    to the same model only."""
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         keys_transposed: bool = False,
         find_profile: FindProfile | None = None,
+        fingerprint: str = "",
     ):
         shape = model.config
         self.model: Any = model
@@ -65,10 +68,15 @@ class Engine:
         self.max_context = resolve_context(config.max_context, shape.max_context)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.store = make_store(config, shape, self.max_context, kv_dtype, page_size, keys_transposed)
+        self.storage: Storage | None = None
+        if config.tiers.below:
+            self.storage = Storage.of(config.tiers, fingerprint, shape, self.model.rope, kv_dtype)
         # Dynamic RoPE rotates a token for the length of its whole prompt once that is past the
         # original context; lanes of a shorter turn are then not what a fresh prompt would give.
         reuse_limit = shape.rope.original_context if shape.rope.kind == "dynamic" else None
-        self.scheduler = Scheduler(self.store, config.batch_tokens, config.prefill_chunk, reuse_limit)
+        self.scheduler = Scheduler(
+            self.store, config.batch_tokens, config.prefill_chunk, reuse_limit, self.storage
+        )
         self._requests: dict[int, Request] = {}
         self._events: list[Event] = []
         self._next_id = 0
@@ -160,6 +168,12 @@ class Engine:
         with self._one_thread():
             return self.scheduler.restore(lanes, num_pages, fill)
 
+    def close(self) -> None:
+        """Close the tiers below the pool. Nothing may be asked of the engine after that."""
+        if self.storage is not None:
+            self.storage.close()
+            self.storage = None
+
     def step(self) -> list[Event]:
         """Compute one batch. Returns the events since the last step, oldest first."""
         with self._one_thread():
@@ -183,6 +197,8 @@ class Engine:
             self._compute(plan)
         if self.config.debug_checks:
             self.store.check()
+            if self.storage is not None:
+                self.storage.tiers.check()
         events, self._events = self._events, []
         return events
 

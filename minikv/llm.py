@@ -133,6 +133,7 @@ class LLM:
             eos_token_ids=loaded.tokenizer.eos_token_ids,
             keys_transposed=loaded.kernels.keys_transposed,
             find_profile=ProfileFinder(loaded),
+            fingerprint=loaded.fingerprint,
         )
         self.name = loaded.name
         self.config = loaded.config
@@ -336,7 +337,9 @@ class LLM:
         return load_session(self, path)
 
     def close(self) -> None:
-        """Free weights and pool. Open streams end; further calls raise ConfigError."""
+        """Free weights and pool and close the tiers. Open streams end; further calls raise ConfigError."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
         self._outputs.clear()
 

@@ -75,7 +75,7 @@ def test_options_reach_the_cache_configuration(model: Path) -> None:
 def test_options_are_the_fields_of_the_configuration_with_their_defaults() -> None:
     names = {option.name.removeprefix("kv_").replace("slack", "decode_slack") for option in COMPRESSION}
     fields = {field.name for field in dataclasses.fields(CacheConfig)}
-    assert names == fields - {"kv_dtype", "page_size", "evicted", "pinned"}
+    assert names == fields - {"kv_dtype", "page_size", "pinned"}
     assert set(REQUEST_FIELDS) == fields - {"kv_dtype", "page_size"}
     for option in COMPRESSION:
         default = None if option.default is None else parse_value(option, option.default)
@@ -235,7 +235,7 @@ def test_a_bad_line_fails_by_itself(model: Path, tmp_path: Path) -> None:
         "type": ({"policy": ["snapkv"], "budget": 0.1}, "There is no policy"),
         "missing": ({"policy": "snapkv"}, "needs a budget"),
         "lonely": ({"budget": 0.1}, "needs a policy"),
-        "demote": ({"policy": "snapkv", "budget": 0.1, "evicted": "demote"}, "not available yet"),
+        "demote": ({"policy": "snapkv", "budget": 0.1, "evicted": "demote"}, "needs a tier below the pool"),
         "pinned": ({"policy": "snapkv", "budget": 0.1, "pinned": [[5, 2]]}, "token ranges"),
         "pool": ({"policy": "snapkv", "budget": 0.1, "kv_dtype": "int8"}, "unknown field 'kv_dtype'"),
         "small": ({"policy": "snapkv", "budget": "1KiB"}, "too little for this model"),

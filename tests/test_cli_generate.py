@@ -166,13 +166,14 @@ def test_options_are_the_fields_of_the_api_with_their_defaults() -> None:
         shown = parse_value(option, option.default) if option.default else None
         assert shown == (defaults[option.name] or None if option.default is None else defaults[option.name])
     names = {option.name for option in ENGINE}
-    keywords = set(LLM.__init__.__kwdefaults__) - {"cache", "tiers", "progress"}
-    assert names == keywords | {"kv_dtype", "kv_hot"}
+    keyword_defaults = LLM.__init__.__kwdefaults__
+    keywords = set(keyword_defaults) - {"cache", "tiers", "progress"}
+    tiers = {f"kv_{f.name}": getattr(TierConfig(), f.name) for f in dataclasses.fields(TierConfig)}
+    assert names == keywords | {"kv_dtype"} | set(tiers)
     for option in ENGINE:
         if option.default is not None and option.name != "kv_dtype":
-            assert parse_value(option, option.default) == LLM.__init__.__kwdefaults__[option.name]
+            assert parse_value(option, option.default) == {**keyword_defaults, **tiers}[option.name]
     assert CacheConfig().kv_dtype == "auto"
-    assert TierConfig().hot is None
 
 
 @pytest.mark.parametrize(

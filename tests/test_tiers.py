@@ -14,7 +14,7 @@ from minikv.cache.tiers.encode import Encoder
 from minikv.cache.tiers.span import FORMS, owner_key
 from minikv.cache.tiers.tiers import Tiers
 from minikv.cache.tiers.warm import WarmTier
-from minikv.config import EngineConfig, TierConfig
+from minikv.config import TierConfig
 from minikv.errors import ConfigError
 
 KINDS = ("warm", "cold", "both", "background", "only cold")
@@ -404,9 +404,3 @@ def test_a_cold_tier_without_path_or_size_is_refused(cold):
 def test_a_warm_tier_of_no_size_is_refused():
     with pytest.raises(ConfigError, match="kv_warm"):
         TierConfig(warm=0)
-
-
-@pytest.mark.parametrize("tiers", [TierConfig(warm="1MiB"), TierConfig(cold="kv.cold:1MiB")])
-def test_an_engine_refuses_tiers_that_it_would_not_use(tiers):
-    with pytest.raises(ConfigError, match="hot one only"):
-        EngineConfig(tiers=tiers)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from minikv.cache.budget import read_budget
-from minikv.config import CacheConfig
+from minikv.config import WITHOUT_POLICY, CacheConfig
 
 # All of CacheConfig but what the pool fixes for every request.
 REQUEST_FIELDS = (
@@ -59,7 +59,7 @@ def changed(cache: CacheConfig, fields: Mapping[str, Any]) -> CacheConfig:
     policy = fields.get("policy", cache.policy)
     dropped: dict[str, Any] = {}
     if policy == "full":
-        dropped |= {"budget": None, "decode_slack": None, "prefill": "exact", "refit": None}
+        dropped |= {**WITHOUT_POLICY, "refit": None}
     if "compresskv" not in str(policy):
         dropped |= {"profile": None}
     return dataclasses.replace(cache, **{**dropped, **fields})

@@ -36,6 +36,7 @@ _METAVARS: dict[str, str] = {
 # What a template gets from the conversation itself.
 RESERVED_ARGS = ("self", "messages", "system")
 _REPEATED = ("texts", "ints", "bias", "json_args")
+_TIERS = ("hot", "warm", "cold", "error")
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,9 @@ ENGINE = (
         "kv_dtype", "text", "KV entries: auto, float32, float16, bfloat16 or int8.", "auto", metavar="TYPE"
     ),
     Option("kv_hot", "text", "Ceiling of the KV cache in memory, such as 64MiB.", metavar="SIZE"),
+    Option("kv_warm", "text", "Memory for KV entries that make room in the cache.", metavar="SIZE"),
+    Option("kv_cold", "text", "A file for what warm has no room for.", metavar="PATH:SIZE"),
+    Option("kv_error", "float", "Relative error that demoted entries may have; 0: exact.", "0.0"),
     Option("max_context", "int", "Tokens a sequence may reach; at most the model's own limit."),
     Option("device", "text", "auto or cpu.", "auto", metavar="NAME"),
     Option("backend", "text", "Kernels: auto, cpu, torch or reference.", "auto", metavar="NAME"),
@@ -120,6 +124,14 @@ COMPRESSION = (
         "text",
         "exact: compress at the end of a prompt; streaming: while it is read, in less memory.",
         "exact",
+        metavar="MODE",
+    ),
+    Option(
+        "kv_evicted",
+        "text",
+        "drop: forget what does not stay; demote: keep it in the warm or cold tier and choose again at the "
+        "next turn.",
+        "drop",
         metavar="MODE",
     ),
     Option("kv_slack", "int", "Entries per lane above the budget at which a reply is compressed too."),
@@ -286,6 +298,6 @@ def load_llm(
     from minikv import LLM, TierConfig
 
     rest = {name: value for name, value in engine.items() if name != "kv_dtype"}
-    tiers = TierConfig(**({"hot": rest.pop("kv_hot")} if "kv_hot" in rest else {}))
+    tiers = TierConfig(**{name: rest.pop(f"kv_{name}") for name in _TIERS if f"kv_{name}" in rest})
     cache = cache_config(engine, compression or {})
     return LLM(model, cache=cache, tiers=tiers, progress=progress, **rest)

@@ -164,6 +164,11 @@ class Retentions:
         return Retention(cache, policy, self._store, self._config.prefill_chunk)
 
     def _check_storage(self, cache: CacheConfig) -> None:
+        if cache.evicted == "demote" and not self._config.tiers.below:
+            raise ConfigError(
+                'evicted="demote" needs a tier below the pool: give kv_warm a size such as "1GiB" or '
+                "kv_cold a file and a size."
+            )
         pool = self._store.pool
         stored = str(pool.dtype).removeprefix("torch.")
         for name, given, own, default in (

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minikv.cache.evidence import Recorder
 from minikv.cache.lanes import LaneStore
+from minikv.cache.tiers.storage import Storage
 from minikv.config import format_size
 from minikv.scheduler.course import Course
 from minikv.scheduler.request import Lanes, Request, State
@@ -35,9 +36,15 @@ class Scheduler:
     """Decides; the engine computes. Holds every request that is not finished."""
 
     def __init__(
-        self, store: LaneStore, max_batch_tokens: int, prefill_chunk: int, reuse_limit: int | None = None
+        self,
+        store: LaneStore,
+        max_batch_tokens: int,
+        prefill_chunk: int,
+        reuse_limit: int | None = None,
+        storage: Storage | None = None,
     ):
         self.store = store
+        self.storage = storage
         self.max_batch_tokens = max_batch_tokens
         self.prefill_chunk = prefill_chunk
         self.reuse_limit = reuse_limit  # longest prompt that may go on from lanes kept earlier
