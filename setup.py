@@ -6,7 +6,7 @@ from setuptools import Extension, setup
 
 FOLDER = os.path.join("minikv", "kernels", "cpu")
 SOURCES = ("api", "team", "isa_generic", "isa_avx2", "isa_avx512", "isa_neon")
-HEADERS = ("common", "team", "kernels", "simd", "dots", "matmul", "attention", "ops", "forward")
+HEADERS = ("common", "team", "kernels", "simd", "dots", "matmul", "attention", "ops", "slots", "forward")
 
 setup(
     ext_modules=[

@@ -34,6 +34,7 @@ from minikv.cache.protect import Ranges, pinned_too_much, protect
 from minikv.cache.showing import for_refit, joined, shown_to
 from minikv.config import CacheConfig
 from minikv.errors import ConfigError
+from minikv.kernels.backend import AttentionBackend
 from minikv.models.config import ModelConfig
 from minikv.models.rope import Rope
 
@@ -47,6 +48,11 @@ class Weights(Protocol):
 
     config: ModelConfig
     rope: Rope
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """What runs the model's attention."""
+        ...
 
     def output_weight(self, layer: int) -> Tensor:
         """The output projection of a layer's attention: [hidden, query_heads * head_dim] float32."""
@@ -230,6 +236,7 @@ class Compressor:
             statistics=recorded.statistics(layer),
             surprisal=recorded.surprisal,
             output_gram=self._gram(layer) if gram else None,
+            slots=self.model.backend.slots,
         )
 
     def _gram(self, layer: int) -> Tensor:

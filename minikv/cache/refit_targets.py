@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from minikv.cache.policies.base import LayerView, Rows
+from minikv.kernels.backend import merge
+from minikv.kernels.sdpa import sdpa_with_lse
 
 _JUDGING = 4  # one query in so many judges
 _JUDGE = 2  # which of them: neither the first nor the last of a short window
-_BLOCK_LOGITS = 1 << 19
 # Not -inf: the difference of two of them is a number.
 _UNSEEN = torch.finfo(torch.float32).min / 4
 
@@ -31,14 +32,31 @@ class References:
 
 
 @dataclass(frozen=True)
-class Targets:
-    """Per lane and reference query, in units of the largest power of a query's logits.
+class Part:
+    """Some of a layer's new entries; c is the most of any lane.
 
-    powers: [kv_heads, r, c], of the entries that may change, their own masses counted. mass: [kv_heads, r],
-    what these should sum to: the sum over all entries of the full lane but the protected ones. fixed_mass
-    [kv_heads, r], fixed_sum [kv_heads, r, head_dim]: sum over the protected entries, of powers and of
-    powers times values. output: [kv_heads, r, head_dim] of the full lane. real: [kv_heads, r] bool;
-    judging: [r] bool.
+    place: [kv_heads, c] int64, where they stand in the rows; real: [kv_heads, c] bool, false past a lane's
+    last; keys, values: [kv_heads, c, head_dim]; log_mass: [kv_heads, c], 0 past the last; positions:
+    [kv_heads, c] int64.
+    """
+
+    place: Tensor
+    real: Tensor
+    keys: Tensor
+    values: Tensor
+    log_mass: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Per lane and reference query, in units in which no power and no `mass` is above 1.
+
+    powers: [kv_heads, r, c], of the entries that may change, their own masses counted, 0 for queries and
+    entries that are not there. mass: [kv_heads, r], what these should sum to: the sum over all entries of
+    the full lane but the protected ones. fixed_mass [kv_heads, r], fixed_sum [kv_heads, r, head_dim]: sum
+    over the protected entries, of powers and of powers times values. output: [kv_heads, r, head_dim] of the
+    full lane. real: [kv_heads, r] bool; judging: [r] bool.
     """
 
     powers: Tensor
@@ -117,17 +135,36 @@ def compressible(view: LayerView, rows: Rows) -> Tensor:
     return view.valid & ~held.gather(1, view.positions.clamp(min=0))
 
 
-def targets_of(view: LayerView, rows: Rows, references: References, place: Tensor, real: Tensor) -> Targets:
-    """Targets for the entries at place [kv_heads, c] of the rows, as far as they are real [kv_heads, c]."""
-    fixed = rows.fixed & (rows.positions >= 0)
-    new = _logits(references, rows.keys, rows.log_mass, rows.positions, rows.positions >= 0)
-    top, mass, wanted = _sums(view, compressible(view, rows), references, new.amax(dim=2))
-    powers = new.sub_(top[..., None]).exp_()
-    protected = powers * fixed[:, None]
-    fixed_mass, fixed_sum = protected.sum(dim=2), protected @ rows.values
+def part_of(rows: Rows, wanted: Tensor) -> Part:
+    """The wanted entries [kv_heads, m] of the rows."""
+    count = int(wanted.sum(dim=1).max())
+    place = torch.argsort(wanted.int(), dim=1, descending=True, stable=True)[:, :count]
+    wide = place[..., None].expand(-1, -1, rows.keys.shape[2])
+    real = wanted.gather(1, place)
+    return Part(
+        place=place,
+        real=real,
+        keys=rows.keys.gather(1, wide),
+        values=rows.values.gather(1, wide),
+        log_mass=rows.log_mass.gather(1, place).masked_fill(~real, 0.0),
+        positions=rows.positions.gather(1, place),
+    )
+
+
+def targets_of(view: LayerView, rows: Rows, references: References, free: Part) -> Targets:
+    """Targets for the entries of the rows that may change."""
+    fixed = part_of(rows, rows.fixed & (rows.positions >= 0))
+    powers, held = _logits(references, free), _logits(references, fixed)
+    least = torch.cat((powers.amax(dim=2, keepdim=True), held), dim=2).amax(dim=2)
+    top, mass, wanted = _sums(view, compressible(view, rows), references, least)
+    powers.sub_(top[..., None]).exp_()
+    held.sub_(top[..., None]).exp_()
+    if not references.real.all():
+        powers.mul_(references.real[..., None])
+    fixed_mass, fixed_sum = held.sum(dim=2), held @ fixed.values
     total = (mass + fixed_mass).clamp(min=torch.finfo(mass.dtype).tiny)[..., None]
     return Targets(
-        powers=powers.gather(2, place[:, None].expand(-1, powers.shape[1], -1)) * real[:, None],
+        powers=powers,
         mass=mass,
         fixed_mass=fixed_mass,
         fixed_sum=fixed_sum,
@@ -137,13 +174,14 @@ def targets_of(view: LayerView, rows: Rows, references: References, place: Tenso
     )
 
 
-def _logits(
-    references: References, keys: Tensor, log_mass: Tensor, positions: Tensor, there: Tensor
-) -> Tensor:
-    """Logits [kv_heads, r, n] of all reference queries with entries that are there [kv_heads, n]."""
-    bias = log_mass.masked_fill(~there, _UNSEEN)[:, None]
-    logits = torch.baddbmm(bias, references.queries, keys.transpose(1, 2), alpha=keys.shape[2] ** -0.5)
-    return logits.masked_fill_(positions[:, None] > references.at[:, None], _UNSEEN)
+def _logits(references: References, part: Part) -> Tensor:
+    """Logits [kv_heads, r, c] of all reference queries with entries, far down where they are not real."""
+    bias = part.log_mass.masked_fill(~part.real, _UNSEEN)[:, None]
+    scale = part.keys.shape[2] ** -0.5
+    logits = torch.baddbmm(bias, references.queries, part.keys.transpose(1, 2), alpha=scale)
+    if (part.positions > references.at.min()).any():  # seldom, where the last entries are protected
+        logits.masked_fill_(part.positions[:, None] > references.at[:, None], _UNSEEN)
+    return logits
 
 
 def _sums(
@@ -151,34 +189,35 @@ def _sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Over the wanted entries [kv_heads, n] of the full lanes: the sum of powers [kv_heads, r], and of powers
     times values [kv_heads, r, head_dim]; and before them the logits [kv_heads, r] whose power is the unit,
-    at least `least`."""
-    lanes = zip(view.valid.sum(dim=1).tolist(), least, strict=True)
-    parts = [
-        _sums_of_lane(view, lane, length, wanted, references, top) for lane, (length, top) in enumerate(lanes)
-    ]
-    tops, sums = (torch.stack(part) for part in zip(*parts, strict=True))
-    return tops, sums[..., -1], sums[..., :-1]
+    that of the sum but at least `least`."""
+    lengths = view.valid.sum(dim=1).tolist()
+    parts = [_mean_of_lane(view, lane, length, wanted, references) for lane, length in enumerate(lengths)]
+    means, log_sums = (torch.stack(part) for part in zip(*parts, strict=True))
+    tops = torch.maximum(least, log_sums).clamp(min=_UNSEEN / 2)
+    sums = (log_sums - tops).exp_()
+    return tops, sums, means * sums[..., None]
 
 
-def _sums_of_lane(
-    view: LayerView, lane: int, length: int, wanted: Tensor, references: References, least: Tensor
+def _mean_of_lane(
+    view: LayerView, lane: int, length: int, wanted: Tensor, references: References
 ) -> tuple[Tensor, Tensor]:
-    """Unit logits [r], and sums of powers times values and, last, of powers: [r, head_dim + 1]."""
-    keys, positions = view.keys[lane, :length].t(), view.positions[lane, :length]
-    # One product gives both sums: values with a column of ones, weighted by the masses.
-    mass = (view.log_mass[lane, :length].exp() * wanted[lane, :length])[:, None]
-    weighted = torch.cat((view.values[lane, :length] * mass, mass), dim=1)
-    # All queries see the entries before this one, which is near the end.
+    """Attention over the wanted entries of a lane: means of values [r, head_dim], log sums of powers [r]."""
+    positions, wanted = view.positions[lane, :length], wanted[lane, :length]
+    bias = view.log_mass[lane, :length].masked_fill(~wanted, _UNSEEN)
+    queries = references.queries[lane]
+    # All queries see the entries before this one, which is near the end: a few hold a mask for each query.
     late = int(torch.searchsorted(positions, references.at.min(), right=True))
-    rows = max(8, _BLOCK_LOGITS // max(1, length))
-    queries = (references.queries[lane] * len(keys) ** -0.5).split(rows)
-    tops, sums = [], []
-    for some, at, top in zip(queries, references.at.split(rows), least.split(rows), strict=True):
-        block = some @ keys
-        block[:, late:].masked_fill_(positions[late:] > at[:, None], _UNSEEN)
-        if length:
-            top = torch.maximum(top, block.amax(dim=1))
-        top = top.clamp(min=_UNSEEN / 2)
-        sums.append(block.sub_(top[:, None]).exp_() @ weighted)
-        tops.append(top)
-    return torch.cat(tops), torch.cat(sums)
+    mean, log_sum = torch.zeros_like(queries), queries.new_full(queries.shape[:1], _UNSEEN)
+    if late:
+        mean, log_sum = _attend(view, lane, slice(late), queries, bias[None, :late])
+    if wanted[late:].any():
+        hidden = positions[late:] > references.at[:, None]
+        masks = bias[late:].expand(hidden.shape).masked_fill(hidden, _UNSEEN)
+        mean, log_sum = merge(mean, log_sum, *_attend(view, lane, slice(late, length), queries, masks))
+    return mean, log_sum
+
+
+def _attend(view: LayerView, lane: int, part: slice, queries: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    entries = view.keys[None, None, lane, part], view.values[None, None, lane, part]
+    mean, log_sum = sdpa_with_lse(queries[None, None], *entries, bias[None, None])
+    return mean[0, 0], log_sum[0, 0]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minikv.errors import ConfigError
 from minikv.kernels.batch import Batch
+from minikv.kernels.slots import SlotKernels
 
 BACKENDS = ("cpu", "torch", "reference")
 
@@ -19,6 +20,11 @@ class AttentionBackend(Protocol):
     name: str
     page_size: int
     keys_transposed: bool  # how key pages lie in the pool
+
+    @property
+    def slots(self) -> SlotKernels | None:
+        """Kernels for policies that make trees; None where those are to use torch."""
+        ...
 
     def plan(self, batch: Batch) -> None:
         """Prepare `batch.plan` once per pass, before the first layer."""

@@ -19,6 +19,7 @@ class ReferenceBackend:
     name = "reference"
     page_size = 32
     keys_transposed = False
+    slots = None
 
     def plan(self, batch: Batch) -> None:
         """Nothing to prepare."""

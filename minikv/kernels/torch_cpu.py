@@ -60,6 +60,7 @@ class TorchBackend:
     name = "torch"
     page_size = 32
     keys_transposed = False
+    slots = None
 
     def plan(self, batch: Batch) -> None:
         """Sort the batch into decode groups of similar length and prefill chunks."""

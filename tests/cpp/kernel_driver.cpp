@@ -25,6 +25,7 @@ int mkv_write(Context*, const Model*, const Pool*, const Batch*, float*, int);
 int mkv_attend(Context*, const Model*, const Pool*, const Batch*, const float*, float*, float*, int);
 int mkv_linear(Context*, const Matrix*, const float*, int, float*);
 int mkv_logits(Context*, const Matrix*, const float*, const int64_t*, int, const float*, float, float*, int32_t*);
+int mkv_slots(Context*, const Slots*);
 void mkv_pack(int, const uint8_t*, int, int, const int32_t*, uint8_t*);
 }
 
@@ -365,6 +366,53 @@ void whole_layers(Bench& bench) {
     }
 }
 
+// Slots
+
+void slots(Bench& bench) {
+  Random random(9);
+  const struct {
+    int kv_heads, group, head_dim, entries, rows, own, pool;
+  } shapes[] = {{2, 3, 16, 150, 3, 2, 4}, {1, 1, 64, 64, 12, 8, 5}, {3, 2, 80, 70, 9, 9, 1}, {1, 8, 32, 1, 4, 4, 2}};
+  for (const auto& shape : shapes) {
+    const int lanes = (shape.rows + 7) / 8 * 8, n = shape.head_dim, angles = 400;
+    const size_t kv_heads = shape.kv_heads, heads = kv_heads * shape.group, entries = shape.entries;
+    const int places = (shape.entries + 63) / 64, queries = shape.own * shape.pool;
+    const Floats keys = random.numbers(kv_heads * entries * n), values = random.numbers(kv_heads * entries * n);
+    Floats counts(kv_heads * entries);
+    std::vector<int64_t> positions(kv_heads * entries);
+    for (size_t i = 0; i < counts.size(); i++) {
+      counts[i] = (float)random.below(4);
+      positions[i] = (int64_t)(i % entries) * 2 + random.below(2);
+    }
+    const Floats log_mass = random.numbers(kv_heads * entries), cos = random.numbers((size_t)angles * n);
+    const Floats sin = random.numbers((size_t)angles * n);
+    const Floats attention = random.numbers(heads * shape.rows * entries, 0.5f, 0.5f);
+    Floats weights(lanes, 0.f), own_weights(lanes, 0.f);
+    for (int r = 0; r < shape.rows; r++) weights[r] = random.number() + 1.5f;
+    std::copy(weights.begin(), weights.begin() + shape.own, own_weights.begin());
+    const std::vector<int32_t> pools(shape.own, shape.pool);
+    const Floats query_rows = random.numbers(heads * queries * n, 0.3f);
+    const Floats normalisers = random.numbers(heads * queries, 1, 2), origins = random.numbers(kv_heads * n);
+    const Floats roots = random.numbers(heads * n * n, 0.3f), outputs = random.numbers(heads * n * lanes);
+    const Floats out_squares = random.numbers(heads * lanes, 1, 20);
+    const std::string name = "slots-" + std::to_string(n) + "x" + std::to_string(shape.entries);
+    bench.check(name, 2e-5f, [&](Context* c) {
+      const size_t count = kv_heads * places;
+      Floats drop(count * 127), value_weights(count * 64), products(count * 126), squares(count * 126);
+      const int64_t stride = (int64_t)entries * n;
+      const Slots s{shape.kv_heads, shape.group, n, shape.entries, places, shape.rows, shape.own, lanes, queries,
+                    angles, n, stride, stride, 0.9f, keys.data(), values.data(), counts.data(), log_mass.data(),
+                    positions.data(), cos.data(), sin.data(), attention.data(), weights.data(),
+                    own_weights.data(), pools.data(), query_rows.data(), normalisers.data(), origins.data(),
+                    roots.data(), outputs.data(), out_squares.data(), drop.data(), value_weights.data(),
+                    products.data(), squares.data()};
+      require(!mkv_slots(c, &s), "slots");
+      for (const Floats* more : {&value_weights, &products, &squares}) append(drop, *more);
+      return drop;
+    });
+  }
+}
+
 // Teams
 
 void short_lived_teams(Bench& bench) {
@@ -419,6 +467,7 @@ int main(int count, char** arguments) {
       packing(bench);
       attentions(bench);
       whole_layers(bench);
+      slots(bench);
       short_lived_teams(bench);
       two_callers(bench);
     }

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from minikv.kernels.slots import SlotKernels
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -71,6 +73,7 @@ class LayerView:
     output_weight: [hidden, query_heads * head_dim], the output projection; empty if not asked for.
     output_gram: [query_heads, head_dim, head_dim] float32, W^T W of each query head's part W of it, the same
         tensor every time; None if not asked for.
+    slots: kernels for what trees are measured by; None: torch does it.
     num_tokens: logical length of the sequence; group: query heads per KV head.
     """
 
@@ -92,6 +95,7 @@ class LayerView:
     statistics: QueryStatistics | None = None
     surprisal: Tensor | None = None
     output_gram: Tensor | None = None
+    slots: SlotKernels | None = None
 
 
 def output_gram(weight: Tensor, head_dim: int) -> Tensor:

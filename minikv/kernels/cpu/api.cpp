@@ -141,7 +141,7 @@ class Context {
 
   const Kernels* const kernels;
   Rows normed, attention, gated, linear;
-  Buffer<float> qkv, attended, up, scratch;
+  Buffer<float> qkv, attended, up, scratch, slots;
   Buffer<Partial> partials;
   Buffer<Best> bests;
   std::vector<Task> tasks, merges;
@@ -254,7 +254,7 @@ void run_layers(Context& c, const Model* m, const Pool* p, const Batch* b, float
 #define MKV_API extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of a structure or signature here.
-MKV_API int mkv_version() { return 6; }
+MKV_API int mkv_version() { return 7; }
 
 // Name of the i-th supported instruction set, best first; null past the end.
 MKV_API const char* mkv_isa(int i) {
@@ -385,6 +385,22 @@ MKV_API int mkv_logits(Context* c, const Matrix* head, const float* hidden, cons
       }
       team.barrier();
       for (int i = begin; i < end; i++) best[i] = best_of(bests + i, count, threads);
+    });
+  });
+}
+
+// Sums over the nodes of all slots of a layer.
+MKV_API int mkv_slots(Context* c, const Slots* s) {
+  return status_of([&] {
+    const int items = s->kv_heads * s->slots;
+    const size_t each = c->kernels->slot_scratch(*s);
+    // From the start of a cache line: half of all vectors would lie across two.
+    const uintptr_t room = (uintptr_t)c->slots.need(each * c->team().size() + 16);
+    float* scratch = (float*)((room + 63) / 64 * 64);
+    c->next_task = 0;
+    on_team(*c, [&](int thread, int) {
+      for (int64_t item; (item = c->next_task.fetch_add(1)) < items;)
+        c->kernels->slot_sums(*s, scratch + each * thread, (int)item);
     });
   });
 }

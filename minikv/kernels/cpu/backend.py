@@ -19,10 +19,12 @@ from minikv.kernels.cpu.library import (
     LibraryMissing,
     ModelStruct,
     PoolStruct,
+    SlotsStruct,
     instruction_sets,
     load_library,
 )
 from minikv.kernels.cpu.pack import PackedMatrix
+from minikv.kernels.cpu.slots import CompiledSlots
 
 if TYPE_CHECKING:
     from minikv.cache.pool import PagePool
@@ -164,6 +166,15 @@ class CpuBackend:
             self.context, model, plan.pool, plan.batch, hidden.data_ptr(), first, last
         )
         _check(status)
+
+    @property
+    def slots(self) -> CompiledSlots:
+        """See `AttentionBackend.slots`."""
+        return CompiledSlots(self)
+
+    def run_slots(self, slots: SlotsStruct) -> None:
+        """Fill in what the structure's last pointers lead to."""
+        _check(self.library.mkv_slots(self.context, slots))
 
     def _pool_struct(self, pool: PagePool) -> PoolStruct:
         # A pool's tensors stay where they are, and an engine has one pool.

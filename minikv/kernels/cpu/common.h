@@ -1,6 +1,7 @@
 // Types shared by all kernel files, and the table through which one instruction set is chosen.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstddef>
@@ -122,6 +123,31 @@ struct Partial {
   float peak, total;
 };
 
+// One layer of one sequence in slots of 64 neighbouring entries (slots.h). `rows` of a query head are padded
+// with zeros to `lanes`, a multiple of 8, where they lie side by side; the first `own` are made of `queries`.
+struct Slots {
+  int32_t kv_heads, group, head_dim, entries, slots, rows, own, lanes, queries;
+  int32_t angles, angle_stride;
+  int64_t key_stride, value_stride;    // floats from lane to lane
+  float back;                          // what turning keys back has to make good
+  const float *keys, *values;          // [kv_heads][entries][head_dim]
+  const float *counts, *log_mass;      // [kv_heads][entries]; no tokens where an entry belongs to no node
+  const int64_t* positions;            // [kv_heads][entries]
+  const float *cos, *sin;              // [angles][angle_stride], by position; half of head_dim used
+  const float* attention;              // [query_heads][rows][entries]
+  const float *weights, *own_weights;  // [lanes], of squared errors; 0 but for own rows
+  const int32_t* pools;                // [own], how many queries a row is made of
+  const float* query_rows;             // [query_heads][queries][head_dim]
+  const float* normalisers;            // [query_heads][queries]
+  const float* origins;                // [kv_heads][head_dim], from where values are measured
+  const float* roots;                  // [query_heads][head_dim][head_dim], of output projections
+  const float* outputs;                // [query_heads][head_dim][lanes], projected
+  const float* out_squares;            // [query_heads][lanes]
+  float* drop;                         // [kv_heads][slots][127]
+  float* value_weights;                // [kv_heads][slots][64]
+  float *products, *squares;           // [kv_heads][2][slots][63]
+};
+
 // The kernels of one instruction set.
 struct Kernels {
   const char* name;
@@ -133,4 +159,6 @@ struct Kernels {
                    int end, const uint8_t* next);
   void (*rms_norm)(const float* x, const float* weight, float* y, int n, float eps);
   int (*largest)(const float* x, int n, float* value);
+  size_t (*slot_scratch)(const Slots&);  // floats that a thread needs
+  void (*slot_sums)(const Slots&, float* scratch, int item);
 };

@@ -268,6 +268,7 @@ static void run_layer(const Run& run, int layer, int thread, int threads) {
 }
 
 extern const Kernels kernels;
-const Kernels kernels = {MKV_NAME, run_layer, attend_any, write_any, encode, multiply, rms_norm, largest};
+const Kernels kernels = {MKV_NAME, run_layer, attend_any, write_any, encode,
+                         multiply, rms_norm,  largest,    slot_scratch, slot_sums};
 
 }  // namespace MKV_NAMESPACE

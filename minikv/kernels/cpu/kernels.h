@@ -6,4 +6,5 @@
 #include "matmul.h"
 #include "attention.h"
 #include "ops.h"
+#include "slots.h"
 #include "forward.h"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 # Must be equal to `mkv_version` in api.cpp.
-VERSION = 6
+VERSION = 7
 
 
 class MatrixStruct(Structure):
@@ -91,6 +91,58 @@ class BatchStruct(Structure):
     )
 
 
+class SlotsStruct(Structure):
+    """`Slots` in common.h."""
+
+    _fields_ = (
+        *(
+            (name, c_int32)
+            for name in (
+                "kv_heads",
+                "group",
+                "head_dim",
+                "entries",
+                "slots",
+                "rows",
+                "own",
+                "lanes",
+                "queries",
+                "angles",
+                "angle_stride",
+            )
+        ),
+        ("key_stride", c_int64),
+        ("value_stride", c_int64),
+        ("back", c_float),
+        *(
+            (name, c_void_p)
+            for name in (
+                "keys",
+                "values",
+                "counts",
+                "log_mass",
+                "positions",
+                "cos",
+                "sin",
+                "attention",
+                "weights",
+                "own_weights",
+                "pools",
+                "query_rows",
+                "normalisers",
+                "origins",
+                "roots",
+                "outputs",
+                "out_squares",
+                "drop",
+                "value_weights",
+                "products",
+                "squares",
+            )
+        ),
+    )
+
+
 _SIGNATURES = {
     "mkv_version": (c_int, ()),
     "mkv_isa": (c_char_p, (c_int,)),
@@ -130,6 +182,7 @@ _SIGNATURES = {
         c_int,
         (c_void_p, POINTER(MatrixStruct), c_void_p, c_void_p, c_int, c_void_p, c_float, c_void_p, c_void_p),
     ),
+    "mkv_slots": (c_int, (c_void_p, POINTER(SlotsStruct))),
     "mkv_linear": (c_int, (c_void_p, POINTER(MatrixStruct), c_void_p, c_int, c_void_p)),
 }
 

@@ -23,6 +23,8 @@ static inline F8 operator/(F8 a, F8 b) { return {_mm256_div_ps(a.v, b.v)}; }
 // a * b + c
 static inline F8 f8_fma(F8 a, F8 b, F8 c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 static inline F8 f8_max(F8 a, F8 b) { return {_mm256_max_ps(a.v, b.v)}; }
+static inline F8 f8_min(F8 a, F8 b) { return {_mm256_min_ps(a.v, b.v)}; }
+static inline F8 f8_sqrt(F8 a) { return {_mm256_sqrt_ps(a.v)}; }
 static inline F8 f8_abs(F8 a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.f), a.v)}; }
 static inline F8 f8_round(F8 a) {
   return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
@@ -31,6 +33,13 @@ static inline F8 f8_round(F8 a) {
 static inline F8 f8_exp2_int(F8 n) {
   return {_mm256_castsi256_ps(
       _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23))};
+}
+// n and m with a = 2^n m, m from sqrt(1/2) to sqrt(2), of positive normal numbers
+static inline F8 f8_exponent(F8 a, F8& m) {
+  const __m256i bits = _mm256_castps_si256(a.v);
+  const __m256i n = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x3f3504f3)), 23);
+  m = {_mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(n, 23)))};
+  return {_mm256_cvtepi32_ps(n)};
 }
 static inline float f8_hmax(F8 a) {
   __m128 m = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
@@ -73,6 +82,8 @@ static inline F8 operator*(F8 x, F8 y) { return {vmulq_f32(x.a, y.a), vmulq_f32(
 static inline F8 operator/(F8 x, F8 y) { return {vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
 static inline F8 f8_fma(F8 x, F8 y, F8 z) { return {vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b)}; }
 static inline F8 f8_max(F8 x, F8 y) { return {vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }
+static inline F8 f8_min(F8 x, F8 y) { return {vminq_f32(x.a, y.a), vminq_f32(x.b, y.b)}; }
+static inline F8 f8_sqrt(F8 x) { return {vsqrtq_f32(x.a), vsqrtq_f32(x.b)}; }
 static inline F8 f8_abs(F8 x) { return {vabsq_f32(x.a), vabsq_f32(x.b)}; }
 static inline F8 f8_round(F8 x) { return {vrndnq_f32(x.a), vrndnq_f32(x.b)}; }
 static inline F8 f8_exp2_int(F8 n) {
@@ -80,6 +91,13 @@ static inline F8 f8_exp2_int(F8 n) {
   return {vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n.a), bias), 23)),
           vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n.b), bias), 23))};
 }
+static inline float32x4_t f4_exponent(float32x4_t x, float32x4_t& m) {
+  const int32x4_t bits = vreinterpretq_s32_f32(x);
+  const int32x4_t n = vshrq_n_s32(vsubq_s32(bits, vdupq_n_s32(0x3f3504f3)), 23);
+  m = vreinterpretq_f32_s32(vsubq_s32(bits, vshlq_n_s32(n, 23)));
+  return vcvtq_f32_s32(n);
+}
+static inline F8 f8_exponent(F8 x, F8& m) { return {f4_exponent(x.a, m.a), f4_exponent(x.b, m.b)}; }
 static inline float f8_hmax(F8 x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
 static inline float f8_hsum(F8 x) {
   const float32x4_t s = vaddq_f32(x.a, x.b);
@@ -123,9 +141,20 @@ static inline F8 operator*(F8 a, F8 b) { MKV_EACH(a.v[i] * b.v[i]); }
 static inline F8 operator/(F8 a, F8 b) { MKV_EACH(a.v[i] / b.v[i]); }
 static inline F8 f8_fma(F8 a, F8 b, F8 c) { MKV_EACH(a.v[i] * b.v[i] + c.v[i]); }
 static inline F8 f8_max(F8 a, F8 b) { MKV_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+static inline F8 f8_min(F8 a, F8 b) { MKV_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+static inline F8 f8_sqrt(F8 a) { MKV_EACH(std::sqrt(a.v[i])); }
 static inline F8 f8_abs(F8 a) { MKV_EACH(std::fabs(a.v[i])); }
 static inline F8 f8_round(F8 a) { MKV_EACH(std::nearbyint(a.v[i])); }
 static inline F8 f8_exp2_int(F8 n) { MKV_EACH(std::ldexp(1.f, (int)n.v[i])); }
+static inline float f1_exponent(float x, float& m) {
+  int32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const int32_t n = (bits - 0x3f3504f3) >> 23;
+  bits -= n * (1 << 23);
+  std::memcpy(&m, &bits, 4);
+  return (float)n;
+}
+static inline F8 f8_exponent(F8 a, F8& m) { MKV_EACH(f1_exponent(a.v[i], m.v[i])); }
 static inline float f8_hmax(F8 a) {
   float m = a.v[0];
   for (int i = 1; i < 8; i++) m = a.v[i] > m ? a.v[i] : m;
@@ -160,6 +189,24 @@ static inline F8 f8_exp(F8 x) {
   p = f8_fma(p, r, f8_set(5.0000001201e-1f));
   p = f8_fma(p, r * r, r + f8_set(1.f));
   return p * f8_exp2_int(n);
+}
+
+// Natural logarithm of positive normal numbers.
+static inline F8 f8_log(F8 x) {
+  F8 m;
+  const F8 n = f8_exponent(x, m), z = m - f8_set(1.f), square = z * z;
+  F8 p = f8_set(7.0376836292e-2f);
+  p = f8_fma(p, z, f8_set(-1.1514610310e-1f));
+  p = f8_fma(p, z, f8_set(1.1676998740e-1f));
+  p = f8_fma(p, z, f8_set(-1.2420140846e-1f));
+  p = f8_fma(p, z, f8_set(1.4249322787e-1f));
+  p = f8_fma(p, z, f8_set(-1.6668057665e-1f));
+  p = f8_fma(p, z, f8_set(2.0000714765e-1f));
+  p = f8_fma(p, z, f8_set(-2.4999993993e-1f));
+  p = f8_fma(p, z, f8_set(3.3333331174e-1f));
+  p = f8_fma(n, f8_set(-2.12194440e-4f), p * z * square);
+  p = f8_fma(square, f8_set(-0.5f), p);
+  return f8_fma(n, f8_set(0.693359375f), z + p);
 }
 
 }  // namespace MKV_NAMESPACE

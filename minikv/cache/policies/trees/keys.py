@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from minikv.models.rope import Rope
 
 
+def table(rope: Rope, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, head_dim] of all positions that entries may have, at the present length."""
+    known = rope.table(num_tokens - 1)
+    if known is not None:
+        return known
+    positions = torch.arange(num_tokens)
+    return rope.cos_sin(positions, torch.full_like(positions, num_tokens))
+
+
 def rotated(rope: Rope, rows: Tensor, positions: Tensor, num_tokens: int, back: bool = False) -> Tensor:
     """Rows [kv_heads, n, head_dim] turned to positions [kv_heads, n], or turned back from there.
 

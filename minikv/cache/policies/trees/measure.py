@@ -10,9 +10,10 @@ from torch import Tensor
 
 from minikv.cache.policies.base import LayerView
 from minikv.cache.policies.trees.gains import Leaves, forms_of, over_rows
-from minikv.cache.policies.trees.keys import rotated, unrotated
+from minikv.cache.policies.trees.keys import rotated, table, unrotated
 from minikv.cache.policies.trees.probes import Rows
 from minikv.cache.policies.trees.slots import SLOT, TREE, in_slots, inner_sums, tree_sums, whole
+from minikv.kernels.slots import SlotInput
 
 if TYPE_CHECKING:
     from minikv.models.rope import Rope
@@ -42,16 +43,12 @@ class Damage:
 def damage_of(view: LayerView, rows: Rows, protected: Tensor, rope: Rope, roots: Tensor) -> Damage:
     """protected: [kv_heads, n] bool, entries that belong to no node; roots as of `projection_roots`."""
     roots = roots.unflatten(0, (-1, view.group))
-    length = view.keys.shape[1]
-    step = SLOT * _step(-(-length // SLOT), len(roots) * view.group)
-    parts = (slice(start, min(start + step, length)) for start in range(0, length, step))
-    # Some slots at a time, so that what is made in between stays in the processor's cache.
-    blocks = [
-        _sums_of_slots(_part(view, part), _rows_part(rows, part), protected[:, part], rope, roots)
-        for part in parts
-    ]
-    drop, weights, products, squares = (torch.cat(each, dim=-2) for each in zip(*blocks, strict=True))
-    free = in_slots(view.valid & ~protected)
+    free = view.valid & ~protected
+    if view.slots is None:
+        drop, weights, products, squares = _sums(view, rows, free, rope, roots)
+    else:
+        drop, weights, products, squares = view.slots.sums_of_slots(_input(view, rows, free, rope, roots))
+    free = in_slots(free)
     log_mass = in_slots(view.log_mass)
     masses = inner_sums(log_mass.exp() * free).clamp(min=_LEAST)
     # The best mass over the rows that have queries, within bounds around the mass there is.
@@ -67,6 +64,44 @@ def damage_of(view: LayerView, rows: Rows, protected: Tensor, rope: Rope, roots:
     keep.masked_fill_(numbers == 1, 0.0)
     keep.masked_fill_(~whole(free, in_slots(protected & view.valid)), torch.inf)
     return Damage(drop, keep, torch.cat((log_mass, mass.log()), dim=2), weights.flatten(1))
+
+
+def _input(view: LayerView, rows: Rows, free: Tensor, rope: Rope, roots: Tensor) -> SlotInput:
+    """What compiled kernels take in the place of `_sums`."""
+    cos, sin = table(rope, view.num_tokens)
+    return SlotInput(
+        view.keys,
+        view.values,
+        view.counts.float() * free,
+        view.log_mass,
+        view.positions,
+        cos,
+        sin,
+        rope.attention_factor,
+        rows.attention,
+        rows.outputs,
+        rows.weights,
+        rows.queries,
+        rows.normalisers,
+        rows.pools,
+        roots,
+    )
+
+
+def _sums(
+    view: LayerView, rows: Rows, free: Tensor, rope: Rope, roots: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `SlotKernels.sums_of_slots` gives."""
+    length = view.keys.shape[1]
+    step = SLOT * _step(-(-length // SLOT), len(roots) * view.group)
+    parts = (slice(start, min(start + step, length)) for start in range(0, length, step))
+    # Some slots at a time, so that what is made in between stays in the processor's cache.
+    blocks = [
+        _sums_of_slots(_part(view, part), _rows_part(rows, part), free[:, part], rope, roots)
+        for part in parts
+    ]
+    drop, weights, products, squares = (torch.cat(each, dim=-2) for each in zip(*blocks, strict=True))
+    return drop, weights, products, squares
 
 
 def _step(slots: int, heads: int) -> int:
@@ -86,12 +121,12 @@ def _rows_part(rows: Rows, part: slice) -> Rows:
 
 
 def _sums_of_slots(
-    view: LayerView, rows: Rows, protected: Tensor, rope: Rope, roots: Tensor
+    view: LayerView, rows: Rows, free: Tensor, rope: Rope, roots: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of some slots: squared errors without each node [kv_heads, slots, NODES]; weights of values [kv_heads,
     slots, SLOT]; and what errors with a prototype are made of, its product with what it stands for, and
     its square, over own rows and over all: [kv_heads, 2, slots, SLOT - 1] each."""
-    free = in_slots(view.valid & ~protected)
+    free = in_slots(free)
     attention = in_slots(rows.attention).mul_(free[:, None, None])
     counts = in_slots(view.counts.float()) * free
     weights = _value_weights(attention, counts, rows.weights)

@@ -33,6 +33,12 @@ class Rows:
     normalisers: Tensor
     kinds: tuple[int, ...]
 
+    @property
+    def pools(self) -> tuple[int, ...]:
+        """How many of a head's queries each own row is made of."""
+        rows = self.own // len(self.kinds)
+        return tuple(count // rows for count in self.kinds for _ in range(rows))
+
     def together(self, squares: Tensor) -> Tensor:
         """Roots of mean squares: of queries [kv_heads, group, c, ..], for own rows [kv_heads, group, own,
         ..]."""

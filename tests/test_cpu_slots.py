@@ -1,0 +1,178 @@
+"""The compiled kernels for trees against plain torch, for every instruction set of this processor, bit for
+bit whatever the number of threads."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from test_compress import filled
+from tiny import tiny_decoder
+from torch import Tensor
+
+from minikv.cache.compress import Compressor
+from minikv.cache.evidence import Recorded
+from minikv.cache.policies.base import LayerView, output_gram
+from minikv.cache.policies.gracekv import GraceKV
+from minikv.cache.policies.trees.measure import Damage
+from minikv.kernels.cpu.backend import CpuBackend
+from minikv.kernels.cpu.library import LibraryMissing, instruction_sets, load_library
+from minikv.kernels.slots import SlotInput
+from minikv.kernels.torch_cpu import TorchBackend
+from minikv.models.config import RopeConfig
+from minikv.models.rope import Rope
+
+try:
+    ISAS = instruction_sets(load_library())
+except LibraryMissing as missing:
+    pytest.skip(f"{missing}", allow_module_level=True)
+
+ROPES = {
+    "plain": RopeConfig(),
+    "yarn": RopeConfig(kind="yarn", factor=4.0, original_context=256),
+    "dynamic": RopeConfig(kind="dynamic", factor=2.0, original_context=256),
+}
+
+
+def view_of(
+    lengths: tuple[int, ...],
+    group: int = 3,
+    width: int = 16,
+    window: int = 6,
+    future: int = 20,
+    seed: int = 0,
+) -> LayerView:
+    """Random lanes of these lengths, whose entries stand for one to four tokens."""
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    kv_heads, longest, heads = len(lengths), max(lengths), len(lengths) * group
+    tokens = 2 * longest + window
+    positions = torch.full((kv_heads, longest), -1, dtype=torch.int64)
+    for lane, length in zip(positions, lengths, strict=True):
+        lane[:length] = torch.randperm(2 * longest, generator=random)[:length].sort().values
+    counts = torch.randint(1, 5, (kv_heads, longest), generator=random)
+    return LayerView(
+        layer=0,
+        keys=normal(kv_heads, longest, width),
+        values=normal(kv_heads, longest, width) + 3 * normal(kv_heads, 1, width),
+        log_mass=(counts * (1 + torch.rand(counts.shape, generator=random))).log(),
+        counts=counts,
+        positions=positions,
+        valid=positions >= 0,
+        num_tokens=tokens,
+        group=group,
+        output_weight=torch.empty(0, 0),
+        output_gram=output_gram(normal(40, heads * width) / 3, width),
+        queries=normal(heads, window, width),
+        query_heads=torch.arange(heads),
+        query_positions=torch.arange(tokens - window, tokens),
+        residual_norms=torch.rand(window, generator=random) + 1,
+        future_queries=normal(heads, future, width) if future else None,
+    )
+
+
+def ends(view: LayerView) -> Tensor:
+    """Sinks, recent entries and a pin are protected."""
+    place = torch.arange(view.valid.shape[1])
+    ending = place >= view.valid.sum(dim=1, keepdim=True) - 3
+    return view.valid & ((place < 2) | ending | ((place > 20) & (place < 24)))
+
+
+def damage(view: LayerView, rope: Rope, backend: CpuBackend | None, **options) -> Damage:
+    policy = GraceKV(6, rope, **options)
+    slots = None if backend is None else backend.slots
+    return policy.measure(replace(view, slots=slots), ends(view)).damage
+
+
+def assert_equals_torch(view: LayerView, isa: str, kind: str = "plain", **options) -> None:
+    rope = Rope(ROPES[kind], view.keys.shape[2])
+    expected, found = damage(view, rope, None, **options), damage(view, rope, CpuBackend(2, isa), **options)
+    for part in fields(Damage):
+        of_torch, compiled = (getattr(each, part.name) for each in (expected, found))
+        assert torch.equal(of_torch.isfinite(), compiled.isfinite())
+        scale = of_torch[of_torch.isfinite()].abs().mean().item()
+        torch.testing.assert_close(compiled, of_torch, rtol=2e-4, atol=1e-5 * scale)
+
+
+def assert_same_bits(one: Damage, other: Damage) -> None:
+    for part in fields(Damage):
+        assert torch.equal(getattr(one, part.name), getattr(other, part.name)), part.name
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("group", "width"), [(1, 64), (3, 16), (2, 80), (8, 32)])
+def test_damages_equal_those_of_torch(isa, group, width):
+    assert_equals_torch(view_of((300, 130), group, width), isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("lengths", [(7, 2), (40, 0), (64, 200, 65), (128, 64)])
+def test_lanes_of_any_length_equal_those_of_torch(isa, lengths):
+    assert_equals_torch(view_of(lengths), isa)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 10])
+@pytest.mark.parametrize("future", [0, 20])
+def test_rows_that_fill_no_vector_equal_those_of_torch(rows, future):
+    """And rows of which the last query is taken twice."""
+    assert_equals_torch(view_of((150, 90), future=future), ISAS[0], rows=rows)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_keys_turn_as_those_of_torch(kind):
+    assert_equals_torch(view_of((300, 130)), ISAS[0], kind)
+
+
+def test_a_query_that_sees_nothing_has_no_say_as_in_torch():
+    view = view_of((300, 130))
+    late = replace(view, query_positions=torch.arange(-6, 0))
+    assert_equals_torch(late, ISAS[0])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_damages_are_the_same_bits_on_any_number_of_threads(isa):
+    view, rope = view_of((700, 300, 500), width=64), Rope(ROPES["plain"], 64)
+    first, *others = (damage(view, rope, CpuBackend(threads, isa)) for threads in (1, 2, 3, 8))
+    for other in others:
+        assert all(
+            torch.equal(getattr(first, part.name), getattr(other, part.name)) for part in fields(Damage)
+        )
+
+
+class Spoilt:
+    """Kernels that are given nonsense for all that belongs to no node."""
+
+    def __init__(self, backend: CpuBackend):
+        self.slots = backend.slots
+
+    def sums_of_slots(self, given: SlotInput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        out = given.counts == 0
+        assert out.any()
+        keys, values = (rows.masked_fill(out[..., None], torch.nan) for rows in (given.keys, given.values))
+        attention = given.attention.masked_fill(out[:, None, None], torch.nan)
+        mass = given.log_mass.masked_fill(out, torch.nan)
+        positions = given.positions.masked_fill(out, 1 << 40)
+        spoilt = replace(
+            given, keys=keys, values=values, attention=attention, log_mass=mass, positions=positions
+        )
+        return self.slots.sums_of_slots(spoilt)
+
+
+def test_what_belongs_to_no_node_is_not_looked_at():
+    view, rope, backend = view_of((300, 130)), Rope(ROPES["plain"], 16), CpuBackend(2)
+    policy, slots = GraceKV(6, rope), Spoilt(backend)
+    expected = damage(view, rope, backend)
+    found = policy.measure(replace(view, slots=slots), ends(view)).damage
+    assert_same_bits(expected, found)
+
+
+@pytest.mark.parametrize("backend", [TorchBackend(), CpuBackend(1)], ids=["torch", "cpu"])
+def test_policies_are_shown_the_kernels_of_the_models_backend(backend):
+    store, seq = filled(20)
+    view = Compressor(store, tiny_decoder(backend)).view(seq, 0, 20, Recorded())
+    assert view.slots == backend.slots
+    assert (view.slots is None) == isinstance(backend, TorchBackend)
