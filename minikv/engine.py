@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.compress import Compressor, Ranges
+from minikv.cache.tiers.below import Below
 from minikv.cache.tiers.storage import Storage
 from minikv.config import CacheConfig, EngineConfig, check_ranges
 from minikv.errors import ConfigError, MinikvError
@@ -275,6 +276,7 @@ class Engine:
             turn = due.turn
             assert turn.retention.policy is not None
             try:
+                self._demote(request, turn.retention)
                 report = self._compressor.compress(
                     seq,
                     turn.retention.policy,
@@ -292,6 +294,16 @@ class Engine:
             request.compress_s += report.seconds
             course.take(due)
         return True
+
+    def _demote(self, request: Request, retention: Retention) -> None:
+        """Keep what the lanes hold below the pool, before a compression, if there can be a next turn."""
+        course = request.course
+        if self.storage is None or not retention.demotes or request.lanes is None:
+            return
+        assert request.seq is not None
+        if course.below is None:
+            course.below = Below(self.storage)
+        course.below.add(self.store, request.seq, request.num_computed)
 
     def _sample(self, requests: list[Request], logits: Tensor, likeliest: Tensor | None) -> None:
         """Sample for the requests of the logit rows, and for siblings that waited for their prompt."""

@@ -174,6 +174,13 @@ class LaneStore:
         positions = self.pool.positions.view(-1)[slots]
         return positions.masked_fill(~valid, -1)
 
+    def positions_of(self, seq: int, layer: int) -> Tensor:
+        """`positions` of one layer: [kv_heads, n] int32, n the longest of its lanes."""
+        longest = int(self.lengths[seq, layer].max())
+        place = torch.arange(longest).expand(self.lane_shape[1], -1)
+        held = place < torch.from_numpy(self.lengths[seq, layer])[:, None]
+        return self.pool.positions.view(-1)[self._layer_slots(seq, layer, place)].masked_fill(~held, -1)
+
     def counts(self, seq: int, layer: int | None = None) -> Tensor:
         """Tokens that each entry stands for: [layers, kv_heads, n] int64, or [kv_heads, n] of one layer; n
         is the longest of these lanes, 0 past a lane's end."""

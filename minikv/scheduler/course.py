@@ -12,6 +12,7 @@ import numpy as np
 
 from minikv.cache.compress import Ranges
 from minikv.cache.evidence import Recorded, Recorder
+from minikv.cache.tiers.below import Below
 from minikv.scheduler.retention import Retention
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Turn:
 
     start: first position that it computed itself. num_prompt: tokens up to the model's reply.
     content: positions whose queries tell what matters. pinned: token ranges that stay.
+    restored: it began with everything that had been demoted put back; `before` was recorded until then.
     """
 
     retention: Retention
@@ -35,6 +37,8 @@ class Turn:
     content: range
     pinned: Ranges = ()
     recorder: Recorder | None = None
+    restored: bool = False
+    before: Recorder | None = None
 
     def new_recorder(self, config: ModelConfig, rope: Rope) -> Recorder:
         """A recorder that knows nothing of the turns before."""
@@ -68,13 +72,15 @@ class Course:
     """How a sequence came to hold what it holds: its turns, and where it was compressed.
 
     Lanes that were given up are computed again along the same course: `done` counts the compressions
-    that the present lanes have been through, `peak` is the most pages that they held at once.
+    that the present lanes have been through, `peak` is the most pages that they held at once. `below` holds
+    what was demoted before each of them, if anything was.
     """
 
     turns: list[Turn] = field(default_factory=list)
     compressions: list[Compression] = field(default_factory=list)
     done: int = 0
     peak: int = 0
+    below: Below | None = None
 
     def turn_at(self, num_computed: int) -> Turn:
         """The turn that the next row belongs to."""
@@ -139,16 +145,46 @@ class Course:
         earlier = reversed(self.turns[: self.turns.index(turn)])
         return next((t.recorder for t in earlier if t.recorder is not None), None)
 
+    def begin(self, turn: Turn, restored: bool) -> None:
+        """Go on with a further turn, before which everything was put back or not."""
+        turn.restored = restored
+        if restored:
+            recorder = next((t.recorder for t in reversed(self.turns) if t.recorder is not None), None)
+            turn.before = None if recorder is None else recorder.copy()
+        self.turns.append(turn)
+
+    def rewind(self, num_tokens: int) -> bool:
+        """Go back to where the turn began whose first token is `num_tokens`, if all that was there then can be
+        put back; the lanes are to be filled again. What was decided since is forgotten by `cut`, or repeated.
+        """
+        turn = next((turn for turn in self.turns if turn.start == num_tokens), None)
+        if turn is None or not turn.restored or self.below is None or not self.below.covers(num_tokens):
+            return False
+        place = self.turns.index(turn)
+        for later in self.turns[place:]:
+            later.recorder = None
+        self.turns[place - 1].recorder = None if turn.before is None else turn.before.copy()
+        self.done = sum(c.turn in self.turns[:place] for c in self.compressions)
+        return True
+
     def stop(self, num_tokens: int) -> None:
         """End after `num_tokens` tokens; what was to be done again and was not is forgotten."""
         del self.compressions[self.done :]
         self.cut(num_tokens)
 
     def restart(self) -> None:
-        """Begin again with empty lanes."""
+        """Begin again with empty lanes, and with nothing below them."""
         self.done = 0
+        self.forget_below()
         for turn in self.turns:
             turn.recorder = None
+            turn.restored = False
+
+    def forget_below(self) -> None:
+        """Give up what was demoted."""
+        if self.below is not None:
+            self.below.forget()
+            self.below = None
 
     def knows_more_than(self, num_tokens: int) -> bool:
         """Whether what the lanes hold of the first `num_tokens` tokens, or what will be dropped of it,
@@ -165,6 +201,8 @@ class Course:
 
     def cut(self, num_tokens: int) -> None:
         """Forget all that happened after the first `num_tokens` tokens."""
+        if self.below is not None:
+            self.below.cut(num_tokens)
         self.turns = [turn for turn in self.turns if turn.start < num_tokens]
         for turn in self.turns:
             if turn.recorder is not None:

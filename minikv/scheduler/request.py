@@ -95,9 +95,14 @@ class Request:
     def output_ids(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 
-    def begin(self, start: int) -> None:
-        """Begin the turn whose first row is at `start`, as a further one of `course`."""
-        self.course.turns.append(self._turn(start))
+    def begin(self, start: int, restored: bool = False) -> None:
+        """Begin the turn whose first row is at `start`, as a further one of `course`; see `Course.begin`."""
+        self.course.begin(self._turn(start), restored)
+
+    @property
+    def restored(self) -> bool:
+        """Whether its turn began with everything that had been demoted put back."""
+        return bool(self.course.turns) and self.course.turns[-1].restored
 
     def is_last_turn_of(self, course: Course) -> bool:
         """Whether `course` would be the same if it had come to this prompt, and was compressed on the way."""

@@ -68,6 +68,11 @@ class Retention:
         """Whether nothing is ever dropped."""
         return self.policy is None
 
+    @property
+    def demotes(self) -> bool:
+        """Whether what is dropped is kept below the pool, for the next turn to choose from."""
+        return self.cache.evicted == "demote"
+
     def rows_allowed(
         self, wanted: int, lengths: np.ndarray, num_computed: int, num_prompt: int, since: int
     ) -> int:

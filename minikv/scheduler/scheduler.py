@@ -54,6 +54,7 @@ class Scheduler:
         self.exhausted: list[tuple[Request, str]] = []
         self.overfull: list[Request] = []
         self.num_preemptions = 0
+        self.num_restored = 0
         self.num_reclaimed = 0
 
     @property
@@ -118,12 +119,14 @@ class Scheduler:
                 lanes.course.stop(request.num_computed)
                 self.idle.append(lanes)
                 return
+        request.course.forget_below()
         if seq is not None:
             self.store.close(seq)
 
     def release(self, lanes: Lanes) -> None:
         """Free idle lanes and forget how they came to be."""
         self._give_up(lanes)
+        lanes.course.forget_below()
         _forget(lanes)
 
     def restore(self, lanes: Lanes, num_pages: int, fill: Callable[[int], None]) -> bool:
@@ -194,25 +197,63 @@ class Scheduler:
     def _start(self, request: Request) -> None:
         lanes = request.lanes
         if request.course.turns:  # preempted before: begins again with its own course
-            request.seq = self.store.open()
-        elif lanes is not None:
-            past = len(lanes.token_ids)
-            if lanes.seq is not None:
-                self.idle.remove(lanes)
-                request.seq, lanes.seq = lanes.seq, None
-                request.num_computed = request.num_reused = past
-            else:
+            if not (request.restored and self._put_back(request, request.course.turns[-1].start)):
+                request.course.restart()
                 request.seq = self.store.open()
-            request.course, request.past_pages = lanes.course, lanes.pages
-            if request.repeats:
-                request.prompt_logits = lanes.prompt_logits
-            else:
-                request.begin(past)
-            _forget(lanes)
+        elif lanes is not None:
+            self._start_on(request, lanes)
         else:
             request.seq = self.store.open()
             request.begin(0)
         self._run(request)
+
+    def _start_on(self, request: Request, lanes: Lanes) -> None:
+        """Go on from the lanes of a conversation, with what was demoted of them if that is asked for."""
+        past, seq = len(lanes.token_ids), lanes.seq
+        request.course, request.past_pages = lanes.course, lanes.pages
+        restores = self._restores(request, lanes)
+        if seq is not None:
+            self.idle.remove(lanes)
+            request.seq, lanes.seq = seq, None
+            request.num_computed = request.num_reused = past
+            if restores and request.course.below is not None:
+                request.course.below.add(self.store, seq, past)
+        restored = restores and self._put_back(request, past)
+        if request.seq is None:
+            request.course.restart()
+            request.seq = self.store.open()
+        if request.repeats:
+            request.prompt_logits = lanes.prompt_logits
+        else:
+            request.begin(past, restored)
+        _forget(lanes)
+
+    def _restores(self, request: Request, lanes: Lanes) -> bool:
+        """Whether everything that was demoted of the lanes is to be there while the request is computed: it
+        then is judged by as the first prompt was. A pool that cannot hold that goes on with what is there."""
+        below = lanes.course.below
+        if below is None or below.lost or not request.retention.demotes or request.repeats:
+            return False
+        known = lanes.seq is not None or below.covers(len(lanes.token_ids))
+        return known and self.store.pages_for(len(request.tokens)) <= self.store.pool.num_pages
+
+    def _put_back(self, request: Request, num_tokens: int) -> bool:
+        """Give a request a new sequence with all entries of its first `num_tokens` tokens, in the place of what
+        it has; False, changing nothing, if they cannot be had."""
+        below = request.course.below
+        if below is None or not below.covers(num_tokens):
+            return False
+        spans = below.spans(num_tokens)
+        if spans is None:
+            return False
+        if request.seq is not None:
+            self.store.close(request.seq)
+        request.seq = self.store.open()
+        if not below.fill(self.store, request.seq, spans, num_tokens):
+            raise AssertionError("the caller must make room for what is put back")
+        request.num_computed = request.num_reused = num_tokens
+        self.num_restored += 1
+        return True
 
     def _run(self, request: Request) -> None:
         request.state = State.RUNNING
@@ -244,6 +285,9 @@ class Scheduler:
 
     def _pages_to_start(self, request: Request) -> int:
         lanes = request.lanes
+        if lanes is not None and not request.course.turns and self._restores(request, lanes):
+            held = 0 if lanes.seq is None else self.store.pages_of(lanes.seq)
+            return max(0, self.store.pages_for(len(request.tokens)) - held)
         if lanes is None or lanes.seq is None:
             return self.most_pages(request)
         missing = self.store.pages_missing(lanes.seq, len(request.tokens) - len(lanes.token_ids))
@@ -265,7 +309,7 @@ class Scheduler:
         if not course.turns and lanes is not None:
             past, start, course = lanes.pages, len(lanes.token_ids), lanes.course
         keeps_all = request.retention.keeps_all
-        if keeps_all and not course.compressions:
+        if (keeps_all and not course.compressions) or request.restored:
             return everything
         bound = self.store.pages_for((len(request.tokens) if keeps_all else request.num_prompt) - start)
         if past:
@@ -292,7 +336,8 @@ class Scheduler:
             return
         if lanes.course.knows_more_than(common):
             self._give_up(lanes)
-            lanes.course.restart()
+            if not (request.retention.demotes and lanes.course.rewind(common)):
+                lanes.course.restart()
         elif lanes.seq is not None:
             self.store.truncate(lanes.seq, common)
         del lanes.token_ids[common:]
@@ -325,8 +370,13 @@ class Scheduler:
     def _reclaim(self, lanes: Lanes) -> None:
         """Take the pages of idle lanes. Compressed ones remember their course: a conversation may be
         longer than what the pool could hold of it at once."""
+        below = lanes.course.below
+        if below is not None and lanes.seq is not None:
+            below.add(self.store, lanes.seq, len(lanes.token_ids))
         self._give_up(lanes)
-        if lanes.course.compressions:
+        if below is not None and below.covers(len(lanes.token_ids)):
+            pass  # to be put back by the next turn
+        elif lanes.course.compressions:
             lanes.course.restart()
         else:
             _forget(lanes)
@@ -344,7 +394,8 @@ class Scheduler:
         self.running.remove(request)
         self.store.close(request.seq)
         request.seq, request.num_computed, request.num_reused = None, 0, 0
-        request.course.restart()
+        if not request.course.rewind(request.course.turns[-1].start):
+            request.course.restart()
         request.state = State.WAITING
         self.add(request)
         self.num_preemptions += 1

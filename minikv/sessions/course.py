@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 _MOST_PAGES = 1 << 40
 
 
-def plain_course(course: Course, page_size: int) -> dict[str, Any]:
-    """A course without what was recorded."""
+def plain_course(course: Course, page_size: int, held: bool) -> dict[str, Any]:
+    """A course without what was recorded; `held`: with the lanes that it has led to."""
     places = {turn: place for place, turn in enumerate(course.turns)}
     return {
         "turns": [_plain_turn(turn) for turn in course.turns],
         "compressions": [[places[c.turn], c.num_tokens, c.room] for c in course.compressions],
-        "done": course.done,
+        "done": course.done if held else 0,
         "peak_entries": course.peak * page_size,
         "page_size": page_size,
     }

@@ -75,7 +75,7 @@ def _tensors(llm: LLM, state: SessionState) -> dict[str, Outgoing]:
         "template_args": dict(state.template_args),
         "rendered": state.rendered,
         "cache": plain_cache(state.cache),
-        "course": plain_course(course, store.pool.page_size),
+        "course": plain_course(course, store.pool.page_size, lanes.seq is not None),
         "held_entries": lanes.pages * store.pool.page_size,
         "merged_end": 0 if lanes.seq is None else store.merged_end(lanes.seq),
     }

@@ -1,0 +1,113 @@
+"""What a conversation held before it was compressed, kept in the tiers below the pool.
+
+lanes, before each compression --> add: copies, in spans of one layer each --> tiers
+tiers, when the next turn begins --> spans --> fill: a new sequence that holds everything again
+
+Entries go down once, as they were computed, and are never made of what a policy has left: to select again
+and again loses nothing more, and what was merged is whole when it is put back.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from minikv.cache.lanes import LaneStore
+from minikv.cache.tiers.base import Handle
+from minikv.cache.tiers.moves import put_back
+from minikv.cache.tiers.span import Owner, Span
+from minikv.cache.tiers.storage import Storage
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens up to `end`, from where the part before it ends; a span for each layer."""
+
+    end: int
+    handles: list[Handle]
+
+
+@dataclass(eq=False)
+class Below:
+    """The entries of the first `end` tokens of one sequence, of all lanes. `lost` once any cannot be had any
+    more, for want of room or because a file was damaged: the sequence then goes on with what it has.
+
+    Belongs to the course of the sequence, which has to `forget` it.
+    """
+
+    storage: Storage
+    lost: bool = False
+    _parts: list[_Part] = field(default_factory=list)
+    _key: bytes = b""
+
+    def __post_init__(self) -> None:
+        self._key = self.storage.new_key()
+
+    @property
+    def end(self) -> int:
+        """Tokens whose entries are here."""
+        return self._parts[-1].end if self._parts else 0
+
+    def covers(self, num_tokens: int) -> bool:
+        """Whether the first `num_tokens` tokens can be put back, as far as is known: a part ends there."""
+        return not self.lost and any(part.end == num_tokens for part in self._parts)
+
+    def add(self, store: LaneStore, seq: int, num_tokens: int) -> None:
+        """Take copies of the entries of tokens `end` .. `num_tokens`, which are not compressed yet."""
+        if self.lost or num_tokens <= self.end:
+            return
+        if not self._parts:
+            _LOG.info("KV entries that do not stay are demoted from here on.")
+        start, handles = self.end, []
+        # Lanes may have been compressed before anything was to be demoted.
+        merged_end = 0 if start else store.merged_end(seq)
+        for layer in range(store.lane_shape[0]):
+            positions = store.positions_of(seq, layer)
+            entries = store.take(seq, layer, (positions >= start) & (positions < num_tokens))
+            span = self.storage.sparing.encode(entries, Owner(self._key, layer), num_tokens, merged_end)
+            handle = self.storage.keep(span)
+            if handle is None:
+                self.storage.forget(handles)
+                self._lose("the warm and cold tiers have no room for it; raise --kv-warm or --kv-cold")
+                return
+            handles.append(handle)
+        self._parts.append(_Part(num_tokens, handles))
+
+    def spans(self, num_tokens: int) -> list[Span] | None:
+        """Those of the first `num_tokens` tokens; None, and lost, if one of them is not there any more."""
+        handles = [handle for part in self._parts if part.end <= num_tokens for handle in part.handles]
+        for handle in handles:
+            self.storage.tiers.fetch(handle)
+        spans = []
+        for handle in handles:
+            span = self.storage.tiers.read(handle)
+            if span is None:
+                self._lose("it cannot be read any more")
+                return None
+            spans.append(span)
+        return spans
+
+    def fill(self, store: LaneStore, seq: int, spans: list[Span], num_tokens: int) -> bool:
+        """Put what `spans` gave for `num_tokens` tokens into an empty sequence; False if pages are short."""
+        return put_back(store, seq, spans, self.storage.sparing, num_tokens)
+
+    def cut(self, num_tokens: int) -> None:
+        """Forget all tokens after the first `num_tokens`, and parts that reach further: lanes that are still
+        there hold the rest of these as it was, since nothing is compressed within a part."""
+        kept = [part for part in self._parts if part.end <= num_tokens]
+        for part in self._parts[len(kept) :]:
+            self.storage.forget(part.handles)
+        self._parts = kept
+
+    def forget(self) -> None:
+        """Give up all spans."""
+        for part in self._parts:
+            self.storage.forget(part.handles)
+        self._parts.clear()
+
+    def _lose(self, reason: str) -> None:
+        _LOG.warning("A conversation goes on without what was demoted of it: %s.", reason)
+        self.forget()
+        self.lost = True
