@@ -154,8 +154,9 @@ class Course:
         self.turns.append(turn)
 
     def rewind(self, num_tokens: int) -> bool:
-        """Go back to where the turn began whose first token is `num_tokens`, if all that was there then can be
-        put back; the lanes are to be filled again. What was decided since is forgotten by `cut`, or repeated.
+        """Go back to where the turn began whose first token is `num_tokens`, if all that was there then can
+        be put back; the lanes are to be filled again. What was decided since is repeated, or forgotten by
+        `cut`.
         """
         turn = next((turn for turn in self.turns if turn.start == num_tokens), None)
         if turn is None or not turn.restored or self.below is None or not self.below.covers(num_tokens):

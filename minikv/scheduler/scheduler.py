@@ -238,8 +238,8 @@ class Scheduler:
         return known and self.store.pages_for(len(request.tokens)) <= self.store.pool.num_pages
 
     def _put_back(self, request: Request, num_tokens: int) -> bool:
-        """Give a request a new sequence with all entries of its first `num_tokens` tokens, in the place of what
-        it has; False, changing nothing, if they cannot be had."""
+        """Give a request a new sequence with all entries of its first `num_tokens` tokens, in the place of
+        what it has; False, changing nothing, if they cannot be had."""
         below = request.course.below
         if below is None or not below.covers(num_tokens):
             return False

@@ -23,6 +23,7 @@ from minikv.scheduler.course import Course
 from minikv.scheduler.request import Lanes
 from minikv.scheduler.retention import Retention
 from minikv.session import ChatSession, SessionState
+from minikv.sessions.below import NAMES, check_below, read_below
 from minikv.sessions.container import Container, Unusable, damaged
 from minikv.sessions.course import CourseReader, read_ids
 from minikv.sessions.identity import check_identity
@@ -68,10 +69,12 @@ class _Loader:
         state = self._state(body, lanes)
         saved = self._saved_lanes(body, num_tokens)
         session = ChatSession.restored(self._llm, state)
+        lanes.course.below = read_below(self._file, self._engine.store, self._engine.storage, num_tokens)
         if saved is None:
             return session
         pages = saved.num_pages(self._engine.store.pool.page_size)
         if not self._engine.restore(lanes, pages, lambda seq: saved.fill(self._engine.store, seq)):
+            lanes.course.forget_below()
             raise Unusable(self._too_large(pages, "takes"))
         return session
 
@@ -88,6 +91,7 @@ class _Loader:
         if logits and (logits.dtype, logits.shape) != (torch.float32, (self._llm.config.vocab_size,)):
             raise damaged("its logits cannot be of that size")
         self._check_names()
+        check_below(self._file, self._engine.store, num_tokens)
         if num_tokens > limit:
             raise Unusable(
                 f"stands for {num_tokens:,} tokens, and the context is {limit:,}; raise max_context if the "
@@ -105,7 +109,7 @@ class _Loader:
 
     def _check_names(self) -> None:
         tensors, config = self._file.tensors, self._llm.config
-        known = {"conversation", "session.ids", "prompt_logits", "lanes.ids"}
+        known = {"conversation", "session.ids", "prompt_logits", "lanes.ids"} | NAMES
         rest = tensors.keys() - known
         if "lanes.lengths" in tensors:
             rest = {name for name in rest if not name.startswith("lanes.")}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from minikv.errors import RequestError, SessionError
+from minikv.sessions.below import below_tensors
 from minikv.sessions.container import FOREIGN, Outgoing, Unusable, is_session_file, write_container
 from minikv.sessions.course import plain_course, recorded_tensors
 from minikv.sessions.lanes import lane_tensors
@@ -91,6 +92,7 @@ def _tensors(llm: LLM, state: SessionState) -> dict[str, Outgoing]:
     if lanes.prompt_logits is not None:
         small["prompt_logits"] = lanes.prompt_logits
     tensors = {name: Outgoing.whole(tensor) for name, tensor in small.items()}
+    tensors |= below_tensors(course.below)
     return tensors | ({} if lanes.seq is None else lane_tensors(store, lanes.seq))
 
 

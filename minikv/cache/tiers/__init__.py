@@ -8,4 +8,6 @@ warm.py     spans in memory under a ceiling
 cold.py     spans in a file under a ceiling; cold_file.py is that file
 tiers.py    both together: demotion, promotion, counters
 moves.py    between the lanes of a sequence and spans
+storage.py  the tiers as an engine uses them
+below.py    what a conversation held before it was compressed
 """

@@ -10,7 +10,7 @@ and again loses nothing more, and what was merged is whole when it is put back.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minikv.cache.lanes import LaneStore
 from minikv.cache.tiers.base import Handle
@@ -50,6 +50,11 @@ class Below:
         """Tokens whose entries are here."""
         return self._parts[-1].end if self._parts else 0
 
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """Of each part the tokens up to which it goes, and its spans."""
+        return [(part.end, len(part.handles)) for part in self._parts]
+
     def covers(self, num_tokens: int) -> bool:
         """Whether the first `num_tokens` tokens can be put back, as far as is known: a part ends there."""
         return not self.lost and any(part.end == num_tokens for part in self._parts)
@@ -74,6 +79,20 @@ class Below:
                 return
             handles.append(handle)
         self._parts.append(_Part(num_tokens, handles))
+
+    def resume(self, parts: list[tuple[int, list[Span]]]) -> bool:
+        """Take the parts of another, with the spans that it gave; False, with nothing kept, if there is no
+        room."""
+        for end, spans in parts:
+            self._parts.append(_Part(end, []))
+            for span in spans:
+                owner = Owner(self._key, span.owner.layer)
+                handle = self.storage.keep(Span(replace(span.header, owner=owner), span.body))
+                if handle is None:
+                    self.forget()
+                    return False
+                self._parts[-1].handles.append(handle)
+        return True
 
     def spans(self, num_tokens: int) -> list[Span] | None:
         """Those of the first `num_tokens` tokens; None, and lost, if one of them is not there any more."""

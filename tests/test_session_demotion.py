@@ -1,0 +1,41 @@
+"""Sessions whose entries were demoted: the file holds them too."""
+
+from __future__ import annotations
+
+import pytest
+from cli_tools import write_tiny_model
+from session_tools import begun, keep, load, more
+
+from minikv import SessionError, TierConfig
+
+TIERS = TierConfig(hot="4MiB", warm="16MiB")
+CACHES = [keep(name, 24, evicted="demote") for name in ("snapkv", "expected", "gracekv")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", max_context=512)
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache.policy)
+def test_a_loaded_session_chooses_again_among_all_that_was_demoted(model, tmp_path, cache):
+    with load(model, tiers=TIERS) as one, load(model, tiers=TIERS) as other:
+        session = begun(one, cache)
+        session.save(tmp_path / "s")
+        loaded = other.load_session(tmp_path / "s")
+        restored = other.engine.scheduler
+        assert more(loaded) == more(session)
+        assert restored.num_restored == 2
+        loaded.close()
+        assert other.engine.storage.tiers.nbytes == 0
+
+
+def test_without_room_for_what_was_demoted_nothing_is_loaded(model, tmp_path):
+    with load(model, tiers=TIERS) as one:
+        begun(one, CACHES[0]).save(tmp_path / "s")
+    with load(model, tiers=TierConfig(hot="4MiB", warm="2KiB")) as other:
+        with pytest.raises(SessionError, match="no room; raise --kv-warm"):
+            other.load_session(tmp_path / "s")
+        assert other.kv_bytes_in_use == 0 and other.engine.storage.tiers.nbytes == 0
+    with load(model) as other, pytest.raises(SessionError, match="needs a tier below the pool"):
+        other.load_session(tmp_path / "s")
