@@ -30,6 +30,15 @@ def test_a_loaded_session_chooses_again_among_all_that_was_demoted(model, tmp_pa
         assert other.engine.storage.tiers.nbytes == 0
 
 
+def test_a_session_saved_while_its_lanes_were_given_up_computes_nothing_again(model, tmp_path):
+    with load(model, tiers=TIERS) as one, load(model, tiers=TIERS) as other:
+        session = begun(one, CACHES[0])
+        one.engine.scheduler._reclaim(session._lanes)
+        session.save(tmp_path / "s")
+        loaded = other.load_session(tmp_path / "s")
+        assert more(loaded) == more(session)
+
+
 def test_without_room_for_what_was_demoted_nothing_is_loaded(model, tmp_path):
     with load(model, tiers=TIERS) as one:
         begun(one, CACHES[0]).save(tmp_path / "s")

@@ -151,6 +151,8 @@ class Course:
         if restored:
             recorder = next((t.recorder for t in reversed(self.turns) if t.recorder is not None), None)
             turn.before = None if recorder is None else recorder.copy()
+            # What all of them did is undone, for lanes that had been given up as well.
+            self.done = len(self.compressions)
         self.turns.append(turn)
 
     def rewind(self, num_tokens: int) -> bool:
