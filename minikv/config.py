@@ -60,7 +60,8 @@ class CacheConfig:
         gives up recent ones first.
     window: last content tokens of a prompt whose queries policies read.
     evicted: `drop` forgets what does not stay; `demote` keeps the entries as they were in the tiers below the
-        pool, and at the next turn the policy chooses again among all of them.
+        pool, and at the next turn of a conversation the policy chooses again among all of them; a request
+        that has no next turn just drops them.
     prefill: `exact` holds the full prompt until its end and compresses once; `streaming` compresses
         while it goes, so that a prompt needs no more memory than budget and chunk, at some loss.
     decode_slack: entries per lane above the budget at which a decoding sequence is compressed again;
@@ -166,7 +167,9 @@ class TierConfig:
     cold: spans in a file, as `"PATH:SIZE"`; None for none. The file is made if need be, and belongs to one
         process at a time.
     error: relative error that keys and values of demoted entries may have (Frobenius norm of a lane's rows in
-        a span); 0 for exact rows. What is put back to go on from a preemption is always exact.
+        a span); 0 for exact rows.
+
+    The lower tiers hold what conversations with `CacheConfig.evicted="demote"` keep, and nothing else.
     """
 
     hot: int | str | None = None

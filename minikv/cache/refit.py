@@ -116,8 +116,8 @@ def _pull(curvature: Tensor, ridge: float) -> Tensor:
 def _normal_product(matrix: Tensor, diagonal: Tensor) -> Callable[[Tensor], Tensor]:
     """x [b, c] -> (matrix' matrix + diagonal) x for matrix [b, r, c], diagonal [b, c].
 
-    As rows, which are multiplied in a fifth of the time that columns take; the gram would take as long to
-    make as all products do.
+    As rows, which are multiplied much faster than columns are; the gram would take as long to make as all
+    products do.
     """
     across = matrix.transpose(1, 2)
     return lambda x: torch.addcmul(((x[:, None] @ across) @ matrix).squeeze(1), diagonal, x)
