@@ -169,6 +169,12 @@ class Engine:
         with self._one_thread():
             return self.scheduler.restore(lanes, num_pages, fill)
 
+    def bring_back(self, lanes: Lanes) -> bool:
+        """See that lanes which were demoted are in the pool, as far as they are not lost; False if there is
+        no room, not even if idle lanes of others make way."""
+        with self._one_thread():
+            return self.scheduler.bring_back(lanes)
+
     def close(self) -> None:
         """Close the tiers below the pool. Nothing may be asked of the engine after that."""
         if self.storage is not None:
@@ -397,10 +403,10 @@ class Engine:
 
     def _shortage(self, request: Request) -> str | None:
         """Why the pool can never hold a request's prompt, or None."""
-        needed = self.scheduler.most_pages(request)
+        needed = self.scheduler.room.most(request)
         if needed <= self.store.pool.num_pages:
             return None
-        return self.scheduler.shortage(request, request.num_prompt, needed)
+        return self.scheduler.room.shortage(request, request.num_prompt, needed)
 
 
 @dataclass(frozen=True)

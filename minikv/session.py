@@ -166,17 +166,18 @@ class ChatSession:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the lanes stand for between turns, whatever is kept of them; 0 while a turn runs."""
-        return 0 if self._lanes.seq is None else len(self._lanes.token_ids)
+        """Tokens that the lanes stand for between turns, whatever is kept of them, in the pool or below
+        it; 0 while a turn runs."""
+        return len(self._lanes.token_ids) if self._lanes.holds else 0
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the pages that the lanes hold now."""
+        """Bytes of the pages that the lanes hold now; 0 while they are demoted to tiers below the pool."""
         return 0 if self._lanes.seq is None else self._llm.engine.store.bytes_of(self._lanes.seq)
 
     @property
     def kv_entries(self) -> Tensor:
-        """Entries of each lane: [layers, kv_heads] int32."""
+        """Entries of each lane: [layers, kv_heads] int32; 0 while they are demoted."""
         store = self._llm.engine.store
         if self._lanes.seq is None:
             return torch.zeros(store.lane_shape, dtype=torch.int32)
@@ -184,10 +185,11 @@ class ChatSession:
 
     def kv_map(self) -> Tensor:
         """How many tokens the entry stands for that each token is in, as `minikv.cache.picture.resolution`
-        has it: [layers, kv_heads, num_tokens] int32, 1 for a token kept itself, 0 for one that is dropped."""
+        has it: [layers, kv_heads, num_tokens] int32, 1 for a token kept itself, 0 for one that is dropped or
+        demoted."""
         store, seq = self._llm.engine.store, self._lanes.seq
         if seq is None:
-            return torch.zeros(*store.lane_shape, 0, dtype=torch.int32)
+            return torch.zeros(*store.lane_shape, self.num_tokens, dtype=torch.int32)
         return resolution(store.positions(seq), store.counts(seq), self.num_tokens)
 
     # Inside

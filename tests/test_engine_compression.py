@@ -224,7 +224,7 @@ def test_a_streaming_prompt_is_admitted_with_what_it_comes_to_hold(decoder, rang
         engine.step()
         peak = max(peak, engine.store.pages_of(0))
         for request in engine.scheduler.running:
-            admitted = engine.scheduler.most_pages(request)
+            admitted = engine.scheduler.room.most(request)
     assert peak <= admitted < engine.store.pages_for(len(PROMPTS[3]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -12,6 +13,9 @@ from minikv.results import FinishReason, TokenLogprob
 from minikv.sampling import Sampler, SamplingParams
 from minikv.scheduler.course import Course, Turn
 from minikv.scheduler.retention import Retention
+
+if TYPE_CHECKING:
+    from minikv.scheduler.swap import Swapped
 
 
 class State(Enum):
@@ -22,15 +26,15 @@ class State(Enum):
     FINISHED = "finished"
 
 
-@dataclass
+@dataclass(eq=False)
 class Lanes:
     """Lanes that outlive a request, so that the next turn of a conversation can go on from them.
 
-    `seq` is the open sequence, or None when it was never filled or has been reclaimed for others:
-    the tokens are then computed again, along the same `course`. `token_ids` are the tokens whose keys
-    and values were kept, `pages` how many pages they took; all are empty while a request uses the lanes
-    (`busy`). `prompt_logits` are those that the last reply began with, kept where lanes were compressed:
-    what they were computed from is gone. Abandoned lanes are freed by the next step.
+    `seq` is the open sequence, or None when it was never filled or has been reclaimed for others. It is then
+    `swapped`, or else the tokens are computed again, along the same `course`. `token_ids` are the tokens
+    whose keys and values were kept, `pages` how many pages they took; all are empty while a request uses the
+    lanes (`busy`). `prompt_logits` are those that the last reply began with, kept where lanes were
+    compressed: what they were computed from is gone. Abandoned lanes are freed by the next step.
     """
 
     seq: int | None = None
@@ -38,8 +42,27 @@ class Lanes:
     course: Course = field(default_factory=Course)
     pages: int = 0
     prompt_logits: Tensor | None = None
+    swapped: Swapped | None = None
     busy: bool = False
     abandoned: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether there are entries to go on from, in the pool or below it."""
+        return self.seq is not None or self.swapped is not None
+
+    def forget(self) -> None:
+        """Forget the tokens and how their entries, which are gone, came to be."""
+        self.token_ids, self.course, self.pages, self.prompt_logits = [], Course(), 0, None
+
+    def lose(self) -> None:
+        """Count the entries as gone. Compressed lanes remember their course: a conversation may be longer
+        than what the pool could hold of it at once."""
+        if self.course.compressions:
+            self.course.restart()
+        else:
+            self.course.forget_below()
+            self.forget()
 
 
 @dataclass(eq=False)
@@ -49,8 +72,8 @@ class Request:
     Two counters say everything: `tokens` (prompt and output) and `num_computed`, how many of them
     have keys and values in the lanes, or had before compression. The last sampled token has none
     until the next step. `course` is empty until the request is first admitted; `past_pages` were held by
-    the lanes that it went on from. A request that `repeats` asks for another reply to the last turn of its
-    lanes.
+    the lanes that it went on from. A preempted request waits with what is `swapped`, or begins again. One
+    that `repeats` asks for another reply to the last turn of its lanes.
     """
 
     id: int
@@ -71,6 +94,7 @@ class Request:
     repeats: bool = False
     prompt_logits: Tensor | None = None
     seq: int | None = None
+    swapped: Swapped | None = None
     state: State = State.WAITING
     started: float | None = None
     first_token: float | None = None
@@ -103,6 +127,18 @@ class Request:
     def restored(self) -> bool:
         """Whether its turn began with everything that had been demoted put back."""
         return bool(self.course.turns) and self.course.turns[-1].restored
+
+    def restart(self) -> None:
+        """Begin again with empty lanes, along the same course: with its last turn, if what was there before
+        it can be put back, else with the first."""
+        self.num_computed = self.num_reused = 0
+        if not self.course.rewind(self.course.turns[-1].start):
+            self.course.restart()
+
+    @property
+    def waits_below(self) -> Swapped | None:
+        """What it will go on from, where that is below the pool."""
+        return self.swapped or (None if self.lanes is None else self.lanes.swapped)
 
     def is_last_turn_of(self, course: Course) -> bool:
         """Whether `course` would be the same if it had come to this prompt, and was compressed on the way."""

@@ -1,13 +1,15 @@
 """Continuous batching: decode rows first, then prefill chunks, under one token budget.
 
 Requests are served in order of arrival. When pages run short, idle conversations lose their lanes
-first, then the latest arrival is preempted: its lanes are freed and it computes its tokens again
-later. The oldest request is never preempted, so every step makes progress or ends a request.
+first, then the latest arrival is preempted. Where there are tiers below the pool, lanes go there and come
+back as they were (see swap.py); otherwise their tokens are computed again later. The oldest request is
+never preempted, so every step makes progress or ends a request.
 """
 
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,9 +18,12 @@ from torch import Tensor
 from minikv.cache.evidence import Recorder
 from minikv.cache.lanes import LaneStore
 from minikv.cache.tiers.storage import Storage
-from minikv.config import format_size
-from minikv.scheduler.course import Course
+from minikv.once import Once
 from minikv.scheduler.request import Lanes, Request, State
+from minikv.scheduler.room import Room
+from minikv.scheduler.swap import Swap, Swapped
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,9 @@ class Scheduler:
     ):
         self.store = store
         self.storage = storage
+        self.once = Once()
+        self.swap = Swap(store, storage, self.once)
+        self.room = Room(store, self.swap)
         self.max_batch_tokens = max_batch_tokens
         self.prefill_chunk = prefill_chunk
         self.reuse_limit = reuse_limit  # longest prompt that may go on from lanes kept earlier
@@ -108,26 +116,52 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
         request.state = State.FINISHED
-        lanes, seq = request.lanes, request.seq
-        request.seq = None
+        lanes, seq, swapped = request.lanes, request.seq, request.swapped
+        request.seq = request.swapped = None
         if lanes is not None:
             lanes.busy = False
-            if seq is not None and keep_lanes:
-                lanes.seq, lanes.token_ids = seq, request.tokens[: request.num_computed]
-                lanes.course, lanes.pages = request.course, self.store.pages_of(seq)
-                lanes.prompt_logits = request.prompt_logits
-                lanes.course.stop(request.num_computed)
-                self.idle.append(lanes)
+            if keep_lanes and (seq is not None or swapped is not None):
+                self._leave(request, lanes, seq, swapped)
                 return
         request.course.forget_below()
         if seq is not None:
             self.store.close(seq)
+        elif swapped is not None:
+            self.swap.forget(swapped)
 
     def release(self, lanes: Lanes) -> None:
         """Free idle lanes and forget how they came to be."""
         self._give_up(lanes)
         lanes.course.forget_below()
-        _forget(lanes)
+        lanes.forget()
+
+    def _leave(self, request: Request, lanes: Lanes, seq: int | None, swapped: Swapped | None) -> None:
+        """Leave to lanes what a request that ends has, for another to go on from."""
+        if swapped is not None:
+            self.swap.hand_over(swapped, lanes)
+            lanes.pages = swapped.pages
+        elif seq is not None:
+            lanes.seq, lanes.pages = seq, self.store.pages_of(seq)
+            self.idle.append(lanes)
+        lanes.token_ids, lanes.course = request.tokens[: request.num_computed], request.course
+        lanes.prompt_logits = request.prompt_logits
+        lanes.course.stop(request.num_computed)
+
+    def bring_back(self, lanes: Lanes) -> bool:
+        """Put demoted lanes back into the pool, among the idle; False, with nothing lost of them, if there is
+        no room even if those of others make way. Lanes that turn out to be lost are as if reclaimed."""
+        self._release_abandoned()
+        if lanes.swapped is None:
+            return True
+        lanes.busy = True  # what is demoted to make room must not push them out
+        try:
+            fits = self._free_up(lanes.swapped.pages, own=False)
+        finally:
+            lanes.busy = False
+        if fits and (seq := self.swap.restore_lanes(lanes)) is not None:
+            lanes.seq = seq
+            self.idle.append(lanes)
+        return fits
 
     def restore(self, lanes: Lanes, num_pages: int, fill: Callable[[int], None]) -> bool:
         """Give empty lanes a sequence, into which `fill` puts entries on `num_pages` pages, and count them
@@ -180,42 +214,69 @@ class Scheduler:
         for request in list(self.waiting):
             if request.waits_for_leader:
                 continue
-            if self._make_room(request):
+            if self._let_run(request):
                 self.waiting.remove(request)
-                self._start(request)
             elif self.running:
                 # In order of arrival: a short request must not starve a long one.
+                if request.waits_below is not None:
+                    self.swap.fetch(request.waits_below)
                 break
             else:
-                message = self.shortage(request, len(request.tokens), self.most_pages(request))
+                message = self.room.shortage(request, len(request.tokens), self.room.most(request))
                 self.exhausted.append((request, message))
 
+    def _let_run(self, request: Request) -> bool:
+        """Start a waiting request if there is room."""
+        while self._make_room(request):
+            if self._start(request):
+                return True
+            # What is lost on the way up is computed again, which takes other room.
+        return False
+
     def _release_abandoned(self) -> None:
-        for lanes in [lanes for lanes in self.idle if lanes.abandoned]:
+        for lanes in [lanes for lanes in (*self.idle, *self.swap.demoted) if lanes.abandoned]:
             self.release(lanes)
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: Request) -> bool:
+        """Start a request for which there is room; False if what it was to go on from is lost."""
         lanes = request.lanes
-        if request.course.turns:  # preempted before: begins again with its own course
-            if not (request.restored and self._put_back(request, request.course.turns[-1].start)):
-                request.course.restart()
-                request.seq = self.store.open()
+        if request.course.turns:
+            if not self._resume(request):
+                return False
         elif lanes is not None:
-            self._start_on(request, lanes)
+            if not self._start_on(request, lanes):
+                return False
         else:
             request.seq = self.store.open()
             request.begin(0)
         self._run(request)
+        return True
 
-    def _start_on(self, request: Request, lanes: Lanes) -> None:
-        """Go on from the lanes of a conversation, with what was demoted of them if that is asked for."""
-        past, seq = len(lanes.token_ids), lanes.seq
+    def _resume(self, request: Request) -> bool:
+        """Let a request that was preempted go on, or begin again with its own course; see `_start`."""
+        swapped, request.swapped = request.swapped, None
+        if swapped is not None:
+            request.seq = self.swap.restore(swapped)
+            if request.seq is None:
+                request.restart()
+                return False
+        elif not (request.restored and self._put_back(request, request.course.turns[-1].start)):
+            request.course.restart()
+            request.seq = self.store.open()
+        return True
+
+    def _start_on(self, request: Request, lanes: Lanes) -> bool:
+        """Go on from the lanes of a conversation, with what was demoted of them if that is asked for; see
+        `_start`."""
+        demoted = lanes.swapped is not None
+        restores = self.room.restores(request, lanes)
+        seq = self._sequence_of(lanes)
+        if demoted and seq is None:
+            return False
+        past = len(lanes.token_ids)
         request.course, request.past_pages = lanes.course, lanes.pages
-        restores = self._restores(request, lanes)
         if seq is not None:
-            self.idle.remove(lanes)
-            request.seq, lanes.seq = seq, None
-            request.num_computed = request.num_reused = past
+            request.seq, request.num_computed, request.num_reused = seq, past, past
             if restores and request.course.below is not None:
                 request.course.below.add(self.store, seq, past)
         restored = restores and self._put_back(request, past)
@@ -226,16 +287,16 @@ class Scheduler:
             request.prompt_logits = lanes.prompt_logits
         else:
             request.begin(past, restored)
-        _forget(lanes)
+        lanes.forget()
+        return True
 
-    def _restores(self, request: Request, lanes: Lanes) -> bool:
-        """Whether everything that was demoted of the lanes is to be there while the request is computed: it
-        then is judged by as the first prompt was. A pool that cannot hold that goes on with what is there."""
-        below = lanes.course.below
-        if below is None or below.lost or not request.retention.demotes or request.repeats:
-            return False
-        known = lanes.seq is not None or below.covers(len(lanes.token_ids))
-        return known and self.store.pages_for(len(request.tokens)) <= self.store.pool.num_pages
+    def _sequence_of(self, lanes: Lanes) -> int | None:
+        """The sequence of lanes, which have none any more, back from below the pool if it was there."""
+        if lanes.seq is None:
+            return self.swap.restore_lanes(lanes)
+        self.idle.remove(lanes)
+        seq, lanes.seq = lanes.seq, None
+        return seq
 
     def _put_back(self, request: Request, num_tokens: int) -> bool:
         """Give a request a new sequence with all entries of its first `num_tokens` tokens, in the place of
@@ -263,14 +324,14 @@ class Scheduler:
         """Whether the whole of the request's tokens fit, idle lanes of others being reclaimed for it."""
         self._cut_to_common_prefix(request)
         own = request.lanes is not None and request.lanes.seq is not None
-        return self._free_up(self._pages_to_start(request), own, request.lanes)
+        return self._free_up(self.room.to_start(request), own, request.lanes)
 
     def _free_up(self, pages: int, own: bool, spared: Lanes | None = None) -> bool:
         """Whether `pages` pages, what running prompts still need and a page per lane of each running
         sequence fit the pool, and there is a sequence for them, if they have not their `own`. Idle lanes
         other than those `spared` are reclaimed for it, but only if that is enough."""
         needed = pages + self.store.num_lanes * len(self.running)
-        needed += sum(self._pages_ahead(r) for r in self.running if r.num_remaining > 1)
+        needed += sum(self.room.ahead(r) for r in self.running if r.num_remaining > 1)
         others = [lanes for lanes in self.idle if lanes is not spared]
         reclaimable = sum(self.store.pages_of(lanes.seq) for lanes in others if lanes.seq is not None)
         if self.store.pool.num_free + reclaimable < needed:
@@ -282,42 +343,6 @@ class Scheduler:
                 break
             self._reclaim(lanes)
         return True
-
-    def _pages_to_start(self, request: Request) -> int:
-        lanes = request.lanes
-        if lanes is not None and not request.course.turns and self._restores(request, lanes):
-            held = 0 if lanes.seq is None else self.store.pages_of(lanes.seq)
-            return max(0, self.store.pages_for(len(request.tokens)) - held)
-        if lanes is None or lanes.seq is None:
-            return self.most_pages(request)
-        missing = self.store.pages_missing(lanes.seq, len(request.tokens) - len(lanes.token_ids))
-        bound = request.retention.most_pages(request.num_prompt, request.pinned)
-        return missing if bound is None else min(missing, max(0, bound - self.store.pages_of(lanes.seq)))
-
-    def _pages_ahead(self, request: Request) -> int:
-        """Pages that a running request will still take for the tokens it has."""
-        assert request.seq is not None
-        missing = self.store.pages_missing(request.seq, request.num_remaining)
-        return min(missing, max(0, self.most_pages(request) - self.store.pages_of(request.seq)))
-
-    def most_pages(self, request: Request) -> int:
-        """Pages that a request will hold at most while its lanes are computed from the start, for the
-        tokens that it has."""
-        everything = self.store.pages_for(len(request.tokens))
-        lanes, course = request.lanes, request.course
-        past, start = request.past_pages, course.turns[-1].start if course.turns else 0
-        if not course.turns and lanes is not None:
-            past, start, course = lanes.pages, len(lanes.token_ids), lanes.course
-        keeps_all = request.retention.keeps_all
-        if (keeps_all and not course.compressions) or request.restored:
-            return everything
-        bound = self.store.pages_for((len(request.tokens) if keeps_all else request.num_prompt) - start)
-        if past:
-            bound += past + self.store.num_lanes
-        streaming = request.retention.most_pages(request.num_prompt, request.pinned)
-        if streaming is not None:
-            bound = min(bound, streaming)
-        return max(course.peak, min(bound, everything))
 
     def _cut_to_common_prefix(self, request: Request) -> None:
         """Cut a conversation's idle lanes back to the tokens that they share with the request. What was
@@ -340,6 +365,10 @@ class Scheduler:
                 lanes.course.restart()
         elif lanes.seq is not None:
             self.store.truncate(lanes.seq, common)
+        elif lanes.swapped is not None and common:
+            lanes.swapped.end = common
+        else:
+            self.swap.drop(lanes)
         del lanes.token_ids[common:]
         lanes.course.cut(common)
 
@@ -357,7 +386,7 @@ class Scheduler:
             if victim is request:
                 if len(self.running) == 1:
                     needed = self.store.pages_of(request.seq) + self.store.pages_missing(request.seq, count)
-                    message = self.shortage(request, request.num_computed + count, needed)
+                    message = self.room.shortage(request, request.num_computed + count, needed)
                     self.exhausted.append((request, message))
                 else:
                     self._preempt(request, planned)
@@ -368,18 +397,19 @@ class Scheduler:
         return True
 
     def _reclaim(self, lanes: Lanes) -> None:
-        """Take the pages of idle lanes. Compressed ones remember their course: a conversation may be
-        longer than what the pool could hold of it at once."""
-        below = lanes.course.below
-        if below is not None and lanes.seq is not None:
-            below.add(self.store, lanes.seq, len(lanes.token_ids))
+        """Take the pages of idle lanes. What a conversation demotes anyway is enough for its next turn;
+        others go below the pool whole."""
+        assert lanes.seq is not None
+        below, num_tokens = lanes.course.below, len(lanes.token_ids)
+        if below is not None:
+            below.add(self.store, lanes.seq, num_tokens)
+        covered = below is not None and below.covers(num_tokens)
+        swapped = None if covered else self.swap.demote(lanes.seq)
         self._give_up(lanes)
-        if below is not None and below.covers(len(lanes.token_ids)):
-            pass  # to be put back by the next turn
-        elif lanes.course.compressions:
-            lanes.course.restart()
-        else:
-            _forget(lanes)
+        if swapped is not None:
+            self.swap.hand_over(swapped, lanes)
+        elif not covered:
+            lanes.lose()
         self.num_reclaimed += 1
 
     def _give_up(self, lanes: Lanes) -> None:
@@ -387,37 +417,25 @@ class Scheduler:
             self.idle.remove(lanes)
             self.store.close(lanes.seq)
             lanes.seq = None
+        self.swap.drop(lanes)
 
     def _preempt(self, request: Request, planned: dict[int, Scheduled]) -> None:
         assert request.seq is not None
+        self.once.say(
+            _LOG,
+            logging.WARNING,
+            "The KV pool is full: preempting requests (raise --kv-hot or lower --max-seqs).",
+        )
         planned.pop(request.id, None)
         self.running.remove(request)
+        request.swapped = self.swap.demote(request.seq)
         self.store.close(request.seq)
-        request.seq, request.num_computed, request.num_reused = None, 0, 0
-        if not request.course.rewind(request.course.turns[-1].start):
-            request.course.restart()
+        request.seq = None
+        if request.swapped is None:
+            request.restart()
         request.state = State.WAITING
         self.add(request)
         self.num_preemptions += 1
-
-    def shortage(self, request: Request, num_tokens: int, num_pages: int) -> str:
-        """That the pool cannot hold the pages which tokens of a request need, and what would help."""
-        pool = self.store.pool
-        fixes = ["raise --kv-hot"]
-        if request.retention.keeps_all:
-            fixes.append("keep less of it with --kv-policy and --kv-budget")
-        elif not request.retention.streaming:
-            fixes.append("compress the prompt as it goes with --prefill streaming")
-        fixes.append("shorten the text")
-        return (
-            f"The KV pool is full: {num_tokens} tokens need {format_size(num_pages * pool.page_bytes)} and "
-            f"the pool has {format_size(pool.num_pages * pool.page_bytes)}; "
-            f"{', '.join(fixes[:-1])} or {fixes[-1]}."
-        )
-
-
-def _forget(lanes: Lanes) -> None:
-    lanes.token_ids, lanes.course, lanes.pages, lanes.prompt_logits = [], Course(), 0, None
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -32,6 +32,11 @@ _TEXT_PER_TOKEN = 256
 def save_session(llm: LLM, state: SessionState, path: str | os.PathLike[str]) -> None:
     """Write a session that is between two turns. SessionError when it cannot be written; what was in the
     file before is then still there."""
+    if not llm.engine.bring_back(state.lanes):
+        raise SessionError(
+            "This session cannot be saved now: its KV cache was demoted and the pool has no room for it; "
+            "raise --kv-hot or save when other requests are done."
+        )
     metadata = {"minikv_version": version(), "model": llm.name, **llm.session_identity}
     tensors = _tensors(llm, state)
     target = path_of(path)

@@ -23,7 +23,8 @@ class Storage:
     or of everybody, written to `tiers` and released there.
 
     exact: makes spans whose rows are bit for bit those of the pool. sparing: spans within the error that the
-    configuration allows.
+    configuration allows. num_swapped, num_restored: sequences that left the pool whole for the tiers, and
+    that came back from there.
     """
 
     def __init__(self, tiers: Tiers, config: TierConfig, fingerprint: bytes, rope: Rope) -> None:
@@ -33,6 +34,7 @@ class Storage:
         self._own: set[Handle] = set()
         self._run = os.urandom(16)
         self._keys = 0
+        self.num_swapped = self.num_restored = 0
 
     @classmethod
     def of(
@@ -62,6 +64,10 @@ class Storage:
         for handle in handles:
             self._own.discard(handle)
             self.tiers.drop(handle)
+
+    def report(self) -> dict[str, int]:
+        """All counters and sizes, by name."""
+        return self.tiers.report() | {"num_swapped": self.num_swapped, "num_restored": self.num_restored}
 
     def close(self) -> None:
         """Drop what is of sequences, save the rest to cold, and close the tiers."""
