@@ -29,6 +29,7 @@ from minikv.cache.policies.registry import make_policy
 from minikv.cache.pool import PagePool
 from minikv.config import CacheConfig
 from minikv.evals.plan import with_refit
+from minikv.kernels.torch_cpu import TorchBackend
 from minikv.models.config import ModelConfig
 from minikv.models.hf_config import normalise_config
 from minikv.models.rope import Rope
@@ -58,6 +59,7 @@ class RandomWeights:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self.rope = Rope(config.rope, config.head_dim)
+        self.backend = TorchBackend()
         self._output = torch.randn(config.hidden_size, config.num_query_heads * config.head_dim) / 30
 
     def output_weight(self, layer: int) -> Tensor:

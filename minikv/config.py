@@ -167,15 +167,16 @@ class TierConfig:
     cold: spans in a file, as `"PATH:SIZE"`; None for none. The file is made if need be, and belongs to one
         process at a time.
     error: relative error that keys and values of demoted entries may have (Frobenius norm of a lane's rows in
-        a span); 0 for exact rows.
-
-    The lower tiers hold what conversations with `CacheConfig.evicted="demote"` keep, and nothing else.
+        a span); 0 for exact rows. Prefixes and sequences that leave the pool whole are always exact.
+    prefixes: keep what prompts begin with in the tiers below, so that other prompts which begin with the same
+        tokens do not compute it again, in this run or with a cold file in a later one.
     """
 
     hot: int | str | None = None
     warm: int | str | None = None
     cold: str | None = None
     error: float = 0.0
+    prefixes: bool = True
 
     def __post_init__(self) -> None:
         if self.hot is not None:
@@ -186,6 +187,8 @@ class TierConfig:
             _path_and_size(self.cold)
         if isinstance(self.error, bool) or not isinstance(self.error, int | float) or not 0 <= self.error < 1:
             raise ConfigError(f"kv_error must be a number from 0 to below 1, not {shown(self.error)}.")
+        if not isinstance(self.prefixes, bool):
+            raise ConfigError(f"prefixes must be true or false, not {shown(self.prefixes)}.")
 
     @property
     def below(self) -> bool:

@@ -28,6 +28,7 @@ from minikv.models.config import ModelConfig
 from minikv.results import FinishReason
 from minikv.sampling import Sample, Sampler, SamplingParams, sample_batch
 from minikv.scheduler.batching import build_batch
+from minikv.scheduler.prefix import Prefixes
 from minikv.scheduler.recording import record_queries, record_surprisal
 from minikv.scheduler.request import Event, FinishEvent, Lanes, Request, State, TokenEvent
 from minikv.scheduler.retention import FindProfile, Retention, Retentions
@@ -49,8 +50,8 @@ class Model(Protocol):
 
 class Engine:
     """One model, one page pool, any number of requests. `config.cache` is what requests get that bring
-    no cache configuration of their own. `fingerprint` is the model's, hex: what is in a cold file is of use
-    to the same model only."""
+    no cache configuration of their own. `fingerprint` says which model this is and how it computes: what is
+    in a cold file is of use to the same alone."""
 
     def __init__(
         self,
@@ -75,8 +76,11 @@ class Engine:
         # Dynamic RoPE rotates a token for the length of its whole prompt once that is past the
         # original context; lanes of a shorter turn are then not what a fresh prompt would give.
         reuse_limit = shape.rope.original_context if shape.rope.kind == "dynamic" else None
+        self._prefixes: Prefixes | None = None
+        if self.storage is not None and config.tiers.prefixes:
+            self._prefixes = Prefixes(self.storage, self.store, shape, reuse_limit)
         self.scheduler = Scheduler(
-            self.store, config.batch_tokens, config.prefill_chunk, reuse_limit, self.storage
+            self.store, config.batch_tokens, config.prefill_chunk, reuse_limit, self.storage, self._prefixes
         )
         self._requests: dict[int, Request] = {}
         self._events: list[Event] = []
@@ -239,6 +243,8 @@ class Engine:
             assert request.seq is not None
             self.store.append(request.seq, item.count)
             request.num_computed += item.count
+            if self._prefixes is not None:
+                self._prefixes.publish(request)
             wants_logits = request.num_remaining == 0
             if self._compress_if_due(request) and wants_logits:
                 finished_prompts.append(request)

@@ -133,7 +133,8 @@ class LLM:
             eos_token_ids=loaded.tokenizer.eos_token_ids,
             keys_transposed=loaded.kernels.keys_transposed,
             find_profile=ProfileFinder(loaded),
-            fingerprint=loaded.fingerprint,
+            # Weights in other bits, or other kernels, make other rows.
+            fingerprint=f"{loaded.fingerprint} {weights} {loaded.kernels.name}",
         )
         self.name = loaded.name
         self.config = loaded.config

@@ -452,3 +452,25 @@ def test_a_slow_pipe_does_not_hold_up_what_is_there(model: Path, tmp_path: Path)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert b"Interrupted after 1" in errors
+
+
+def test_what_lines_begin_with_is_computed_once_also_across_runs(model: Path, tmp_path: Path) -> None:
+    document = [3 + n % 60 for n in range(300)]
+    lines = [text_line(f"{n}", [*document, n + 3, 9]) for n in range(4)]
+    source, cold = write_lines(tmp_path / "in.jsonl", lines), f"{tmp_path / 'kv.cold'}:64MiB"
+    answers, cached = {}, {}
+    for run, options in {
+        "without": (),
+        "first": ("--kv-cold", cold),
+        "second": ("--kv-cold", cold, "--kv-warm", "1MiB"),
+        "unwanted": ("--kv-cold", cold, "--no-prefix-store"),
+    }.items():
+        output = tmp_path / f"{run}.jsonl"
+        done = invoke("batch", source, "-o", output, "--model", model, *options)
+        assert done.exit_code == 0, done.output
+        bodies = {line["custom_id"]: line["response"]["body"] for line in read_lines(output)}
+        answers[run] = {name: body["choices"] for name, body in bodies.items()}
+        cached[run] = [bodies[f"{n}"]["usage"]["prompt_tokens_details"]["cached_tokens"] for n in range(4)]
+    assert answers["without"] == answers["first"] == answers["second"] == answers["unwanted"]
+    assert cached["without"] == cached["unwanted"] == [0, 0, 0, 0]
+    assert cached["first"] == [0, 256, 256, 256] and cached["second"] == [256, 256, 256, 256]

@@ -91,7 +91,7 @@ class Recorder:
         self.resumes = resumes
         self._rolling = rolling
         self._rope = rope
-        self._stride = max(1, -(-len(content) // _SAMPLES))
+        self._stride = stride_of(content)
         layers, heads = config.num_layers, config.num_query_heads
         chosen = torch.arange(heads).expand(layers, heads) if evidence.heads is None else evidence.heads
         self._heads = chosen.sort(dim=1).values
@@ -130,6 +130,19 @@ class Recorder:
             wanted[self._spread_rows(positions)] = True
         rows = wanted.nonzero().squeeze(1)
         return rows if len(rows) else None
+
+    def lasting_rows(self, first_position: int, count: int) -> Tensor:
+        """Positions [R] int64, ascending, of the last `count` tokens recorded, whose queries another recorder
+        wants that gets all of them as one chunk, long before its content ends."""
+        positions = torch.arange(first_position, first_position + count)
+        lasting = torch.zeros(count, dtype=torch.bool)
+        if self._rolling and self.evidence.window:
+            lasting[-self.evidence.window :] = True
+        if self._moments is not None:
+            lasting |= self._sampled(positions)
+        if self._spread is not None:
+            lasting |= (positions >= _UNLIKE_OTHERS) & (positions % self._spread.stride == 0)
+        return positions[lasting & self._counted(positions)]
 
     def add(
         self,
@@ -317,6 +330,11 @@ class Recorder:
         if self._all_heads:
             return by_head
         return by_head[torch.arange(len(by_head))[:, None], self._heads]
+
+
+def stride_of(content: range) -> int:
+    """By which the rows lie apart that statistics of a content are taken from."""
+    return max(1, -(-len(content) // _SAMPLES))
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ def bench(
     plan = BenchPlan(**measurement)
     threads = engine.get("threads", default_threads())
     bandwidth = bench_measure.read_bandwidth(threads)
+    engine = {"kv_prefixes": False} | engine  # a prompt that is measured again is to be computed again
     with load_llm(model, engine, compression, progress=console.stderr_is_terminal()) as llm:
         setting = {"threads": threads, **_setting(llm, plan)}
         facts = _run(llm, plan, setting, bandwidth, show=_nothing if as_json else console.write_text)

@@ -36,7 +36,7 @@ _METAVARS: dict[str, str] = {
 # What a template gets from the conversation itself.
 RESERVED_ARGS = ("self", "messages", "system")
 _REPEATED = ("texts", "ints", "bias", "json_args")
-_TIERS = ("hot", "warm", "cold", "error")
+_TIERS = ("hot", "warm", "cold", "error", "prefixes")
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,13 @@ ENGINE = (
     Option("kv_warm", "text", "Memory for KV entries that --kv-evicted demote keeps.", metavar="SIZE"),
     Option("kv_cold", "text", "A file for what warm has no room for.", metavar="PATH:SIZE"),
     Option("kv_error", "float", "Relative error that demoted entries may have; 0: exact.", "0.0"),
+    Option(
+        "kv_prefixes",
+        "switch",
+        "Keep beginnings of prompts in warm and cold, for others that begin alike.",
+        "on",
+        flag="--prefix-store",
+    ),
     Option("max_context", "int", "Tokens a sequence may reach; at most the model's own limit."),
     Option("device", "text", "auto or cpu.", "auto", metavar="NAME"),
     Option("backend", "text", "Kernels: auto, cpu, torch or reference.", "auto", metavar="NAME"),

@@ -25,12 +25,11 @@ def record_queries(plan: Sequence[Scheduled], batch: Batch) -> None:
             continue
         end = start + len(item.capture)
         rows = batch.capture_rows[start:end]
-        item.recorder.add(
-            batch.positions[rows],
-            batch.captured[:, start:end],
-            batch.rope_lengths[rows],
-            batch.captured_norms[:, start:end],
-        )
+        positions, queries = batch.positions[rows], batch.captured[:, start:end]
+        norms = batch.captured_norms[:, start:end]
+        item.recorder.add(positions, queries, batch.rope_lengths[rows], norms)
+        if item.request.tape is not None:
+            item.request.tape.add(positions, queries, norms)
         start = end
 
 
@@ -45,3 +44,5 @@ def record_surprisal(plan: Sequence[Scheduled], batch: Batch, logits_of: Callabl
         rows = torch.arange(first_row, first_row + len(following))
         values = token_surprisal(logits_of, rows, torch.tensor(following))
         item.recorder.add_surprisal(after, values)
+        if request.tape is not None:
+            request.tape.add_surprisal(after, values)

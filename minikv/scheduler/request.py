@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from minikv.cache.companion import Tape
 from minikv.cache.compress import Ranges
 from minikv.results import FinishReason, TokenLogprob
 from minikv.sampling import Sampler, SamplingParams
@@ -73,7 +74,8 @@ class Request:
     have keys and values in the lanes, or had before compression. The last sampled token has none
     until the next step. `course` is empty until the request is first admitted; `past_pages` were held by
     the lanes that it went on from. A preempted request waits with what is `swapped`, or begins again. One
-    that `repeats` asks for another reply to the last turn of its lanes.
+    that `repeats` asks for another reply to the last turn of its lanes. `tape` collects what is recorded of a
+    prompt that is being published.
     """
 
     id: int
@@ -93,6 +95,7 @@ class Request:
     past_pages: int = 0
     repeats: bool = False
     prompt_logits: Tensor | None = None
+    tape: Tape | None = None
     seq: int | None = None
     swapped: Swapped | None = None
     state: State = State.WAITING
@@ -121,7 +124,7 @@ class Request:
 
     def begin(self, start: int, restored: bool = False) -> None:
         """Begin the turn whose first row is at `start`, as a further one of `course`; see `Course.begin`."""
-        self.course.begin(self._turn(start), restored)
+        self.course.begin(self.turn(start), restored)
 
     @property
     def restored(self) -> bool:
@@ -143,9 +146,10 @@ class Request:
     def is_last_turn_of(self, course: Course) -> bool:
         """Whether `course` would be the same if it had come to this prompt, and was compressed on the way."""
         last = course.turns[-1] if course.compressions else None
-        return last is not None and last.asks_the_same(self._turn(last.start))
+        return last is not None and last.asks_the_same(self.turn(last.start))
 
-    def _turn(self, start: int) -> Turn:
+    def turn(self, start: int) -> Turn:
+        """The turn that begins with the row at `start`."""
         end = self.num_prompt if self.content_end is None else min(self.content_end, self.num_prompt)
         content = range(start, end if end > start else self.num_prompt)
         return Turn(self.retention, start, self.num_prompt, content, self.pinned)

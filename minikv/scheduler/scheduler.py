@@ -19,6 +19,7 @@ from minikv.cache.evidence import Recorder
 from minikv.cache.lanes import LaneStore
 from minikv.cache.tiers.storage import Storage
 from minikv.once import Once
+from minikv.scheduler.prefix import Prefixes
 from minikv.scheduler.request import Lanes, Request, State
 from minikv.scheduler.room import Room
 from minikv.scheduler.swap import Swap, Swapped
@@ -47,12 +48,14 @@ class Scheduler:
         prefill_chunk: int,
         reuse_limit: int | None = None,
         storage: Storage | None = None,
+        prefixes: Prefixes | None = None,
     ):
         self.store = store
         self.storage = storage
         self.once = Once()
         self.swap = Swap(store, storage, self.once)
         self.room = Room(store, self.swap)
+        self.prefixes = prefixes
         self.max_batch_tokens = max_batch_tokens
         self.prefill_chunk = prefill_chunk
         self.reuse_limit = reuse_limit  # longest prompt that may go on from lanes kept earlier
@@ -102,6 +105,8 @@ class Scheduler:
         wanted = min(request.num_remaining, self.prefill_chunk, budget)
         if not wanted:
             return 0
+        if self.prefixes is not None:
+            wanted = self.prefixes.rows_allowed(request, wanted)
         assert request.seq is not None
         allowed = request.course.rows_allowed(wanted, request.num_computed, self.store.lengths[request.seq])
         if not allowed:
@@ -116,6 +121,7 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
         request.state = State.FINISHED
+        self._leave_prefixes(request)
         lanes, seq, swapped = request.lanes, request.seq, request.swapped
         request.seq = request.swapped = None
         if lanes is not None:
@@ -212,7 +218,7 @@ class Scheduler:
     def _admit(self) -> None:
         self._release_abandoned()
         for request in list(self.waiting):
-            if request.waits_for_leader:
+            if request.waits_for_leader or (self.prefixes is not None and self.prefixes.waits(request)):
                 continue
             if self._let_run(request):
                 self.waiting.remove(request)
@@ -249,6 +255,8 @@ class Scheduler:
         else:
             request.seq = self.store.open()
             request.begin(0)
+        if self.prefixes is not None:
+            self.prefixes.begin(request)
         self._run(request)
         return True
 
@@ -315,6 +323,10 @@ class Scheduler:
         request.num_computed = request.num_reused = num_tokens
         self.num_restored += 1
         return True
+
+    def _leave_prefixes(self, request: Request) -> None:
+        if self.prefixes is not None:
+            self.prefixes.leave(request)
 
     def _run(self, request: Request) -> None:
         request.state = State.RUNNING
@@ -433,6 +445,7 @@ class Scheduler:
         request.seq = None
         if request.swapped is None:
             request.restart()
+        self._leave_prefixes(request)
         request.state = State.WAITING
         self.add(request)
         self.num_preemptions += 1

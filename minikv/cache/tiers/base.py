@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from minikv.cache.tiers.span import Header, Owner, Span
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,19 @@ class Handle:
     def of(cls, number: int, header: Header) -> Handle:
         """The handle of a span with that header."""
         return cls(number, header.owner, header.fingerprint, header.span_bytes)
+
+    @property
+    def index(self) -> tuple[bytes, bytes]:
+        """What a span is found by: the key and the fingerprint."""
+        return self.owner.key, self.fingerprint
+
+
+def index_of(held: Mapping[Handle, T]) -> dict[tuple[bytes, bytes], dict[Handle, T]]:
+    """What a tier holds, by what it is found by."""
+    index: dict[tuple[bytes, bytes], dict[Handle, T]] = {}
+    for handle, what in held.items():
+        index.setdefault(handle.index, {})[handle] = what
+    return index
 
 
 class Tier(Protocol):

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from minikv.cache.tiers.base import Handle
+from minikv.cache.tiers.base import Handle, index_of
 from minikv.cache.tiers.cold_file import FRAME_BYTES, START_BYTES, Found, RecordFile, unusable
 from minikv.cache.tiers.span import HEADER_BYTES, Span, SpanFault, digest
 from minikv.errors import ConfigError
@@ -63,6 +63,7 @@ class ColdTier:
         self.limit = limit
         self.counters = ColdCounters()
         self._records: dict[Handle, _Record] = {}  # the oldest first
+        self._of_key: dict[tuple[bytes, bytes], dict[Handle, _Record]] = {}
         self._live = self._largest = self._next = 0
         self._patience = self._waits = 0  # compactions that are not tried after one that failed
         self._file = RecordFile(self.path)
@@ -130,7 +131,7 @@ class ColdTier:
             return Span.from_bytes(data)
         except SpanFault:
             self.counters.damaged += 1
-            self._remove(record)
+            self._forget(record)
             return None
 
     def _read(self, record: _Record) -> bytes | None:
@@ -148,14 +149,10 @@ class ColdTier:
 
     def find(self, key: bytes, fingerprint: bytes) -> list[Handle]:
         """All spans of a key and a fingerprint, which the caller owns from here on until `release`."""
-        found = [
-            record
-            for record in self._records.values()
-            if record.handle.owner.key == key and record.handle.fingerprint == fingerprint
-        ]
-        for record in found:
+        found = self._of_key.get((key, fingerprint), {})
+        for record in found.values():
             record.owners += 1
-        return [record.handle for record in found]
+        return list(found)
 
     def release(self, handle: Handle) -> None:
         """Give up a span that others may find again, as long as nothing else needs its room."""
@@ -223,6 +220,10 @@ class ColdTier:
 
     def _remove(self, record: _Record) -> None:
         del self._records[record.handle]
+        of_key = self._of_key[record.handle.index]
+        del of_key[record.handle]
+        if not of_key:
+            del self._of_key[record.handle.index]
         self._live -= record.size
 
     # Compaction
@@ -302,6 +303,7 @@ class ColdTier:
         handle = Handle.of(self._next, found.header)
         record = _Record(handle, found.seal, file, found.offset, owners)
         self._records[handle] = record
+        self._of_key.setdefault(handle.index, {})[handle] = record
         self._live += record.size
         self._largest = max(self._largest, record.size)
         return handle
@@ -319,6 +321,7 @@ class ColdTier:
                 end = record.offset + record.size
             assert end <= file.end, "a record lies past the end"
         assert all(record.file in self._files for record in records), "a record lies nowhere"
+        assert index_of(self._records) == self._of_key, "a span is not found by its key"
         assert all(record.owners >= 0 and record.pins >= 0 for record in records), "a count is negative"
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from minikv.cache.tiers.forms import (
     floats_of,
     pack,
 )
-from minikv.cache.tiers.span import FORMS, Header, Owner, Span, sealed
+from minikv.cache.tiers.span import FORMS, RAW, Header, Owner, Span, sealed
 
 if TYPE_CHECKING:
     from minikv.models.rope import Rope
@@ -78,6 +78,7 @@ class Encoder:
         """The entries of a span of this model: bit for bit those that were encoded, where a form is exact."""
         header = span.header
         assert header.fingerprint == self.fingerprint, "a span of another model"
+        assert header.key_form != RAW, "a span that holds no entries"
         body, count = Reader(span.body), header.num_rows
         lengths = _lengths(body, header)
         positions = body.take(torch.int32, count)

@@ -25,6 +25,8 @@ FINGERPRINT_BYTES = 32
 ALL_HEADS = -1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
 FORMS = ("exact", "int8", "lowrank")
+RAW = "raw"  # of a body that holds no entries
+_FORMS = (*FORMS, RAW)
 
 _FIELDS = struct.Struct("<8sHBBBxHIIIIIiIdQ32s16s16s")
 HEADER_BYTES = _FIELDS.size + DIGEST_BYTES
@@ -51,9 +53,9 @@ class Owner:
 class Header:
     """What a span says of itself.
 
-    dtype: the KV dtype. key_form, value_form: of FORMS. head_dim, num_lanes, num_rows: shapes, rows of all
-    lanes together. num_tokens: logical length of the sequence when the span was made; merged_end: position
-    after the last token that had gone into another entry, 0 if none had.
+    dtype: the KV dtype. key_form, value_form: of FORMS, or both RAW. head_dim, num_lanes, num_rows: shapes,
+    rows of all lanes together. num_tokens: logical length of the sequence when the span was made;
+    merged_end: position after the last token that had gone into another entry, 0 if none had.
     error: largest relative error of the keys or the values of a lane, in the Frobenius norm; 0 if exact.
     fingerprint: 32 bytes, see `fingerprint_of`. body_bytes, body_digest: of the body.
     """
@@ -80,8 +82,8 @@ class Header:
             MAGIC,
             VERSION,
             DTYPES.index(self.dtype),
-            FORMS.index(self.key_form),
-            FORMS.index(self.value_form),
+            _FORMS.index(self.key_form),
+            _FORMS.index(self.value_form),
             self.has_mass + 2 * self.has_counts,
             self.head_dim,
             self.num_lanes,
@@ -109,13 +111,15 @@ class Header:
         magic, version, dtype, key_form, value_form, flags, *rest = _FIELDS.unpack(packed)
         if magic != MAGIC or version != VERSION:
             raise SpanFault(f"A span has format {version}, and this version reads {VERSION}.")
+        if dtype >= len(DTYPES) or max(key_form, value_form) >= len(_FORMS):
+            raise SpanFault("A span is of a kind that this version does not know.")
         dim, lanes, rows, tokens, end, head, layer, error, size, fingerprint, key, body = rest
         return cls(
             owner=Owner(key, layer, head),
             fingerprint=fingerprint,
             dtype=DTYPES[dtype],
-            key_form=FORMS[key_form],
-            value_form=FORMS[value_form],
+            key_form=_FORMS[key_form],
+            value_form=_FORMS[value_form],
             head_dim=dim,
             num_lanes=lanes,
             num_rows=rows,
@@ -173,6 +177,28 @@ def sealed(header: Header, body: bytes) -> Span:
     return Span(replace(header, body_bytes=len(body), body_digest=digest(body)), body)
 
 
+def raw_span(owner: Owner, fingerprint: bytes, num_tokens: int, body: bytes) -> Span:
+    """A span of a body that only its owner can read."""
+    header = Header(
+        owner=owner,
+        fingerprint=fingerprint,
+        dtype=DTYPES[0],
+        key_form=RAW,
+        value_form=RAW,
+        head_dim=0,
+        num_lanes=0,
+        num_rows=0,
+        num_tokens=num_tokens,
+        merged_end=0,
+        error=0.0,
+        has_mass=False,
+        has_counts=False,
+        body_bytes=0,
+        body_digest=b"",
+    )
+    return sealed(header, body)
+
+
 def digest(data: bytes) -> bytes:
     """16 bytes that tell `data` from anything else."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
@@ -188,7 +214,7 @@ def owner_key(*parts: str | bytes) -> bytes:
 
 
 def fingerprint_of(model: str, dtype: torch.dtype, rope: RopeConfig) -> bytes:
-    """What rows must share to be of use to each other: the model (its fingerprint, hex), the KV dtype and
-    the rotation. Pages and kernels do not matter."""
+    """What rows must share to be of use to each other: the model (what tells it from others), the KV dtype
+    and the rotation. Pages do not matter."""
     text = repr((model, str(dtype), astuple(rope)))
     return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_BYTES).digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -14,6 +15,16 @@ from minikv.cache.tiers.tiers import Tiers
 from minikv.config import TierConfig
 from minikv.models.config import ModelConfig
 from minikv.models.rope import Rope
+
+
+@dataclass
+class PrefixCounters:
+    """hits: requests whose prompt's beginning was found. tokens: that they did not compute for it. blocks:
+    blocks of tokens that were published, their rows or what was recorded of them."""
+
+    prefix_hits: int = 0
+    prefix_tokens: int = 0
+    prefix_blocks: int = 0
 
 
 class Storage:
@@ -31,6 +42,7 @@ class Storage:
         self.tiers = tiers
         self.exact = Encoder(fingerprint, rope)
         self.sparing = Encoder(fingerprint, rope, config.error)
+        self.prefixes = PrefixCounters()
         self._own: set[Handle] = set()
         self._run = os.urandom(16)
         self._keys = 0
@@ -40,8 +52,8 @@ class Storage:
     def of(
         cls, config: TierConfig, model: str, shape: ModelConfig, rope: Rope, dtype: torch.dtype
     ) -> Storage | None:
-        """What a configuration asks for; None if there is to be no tier below. model: its fingerprint, hex.
-        Raises ConfigError when the cold file cannot be had."""
+        """What a configuration asks for; None if there is to be no tier below. model: what tells it from
+        others. Raises ConfigError when the cold file cannot be had."""
         tiers = Tiers.of(config)
         if tiers is None:
             return None
@@ -66,8 +78,9 @@ class Storage:
             self.tiers.drop(handle)
 
     def report(self) -> dict[str, int]:
-        """All counters and sizes, by name."""
-        return self.tiers.report() | {"num_swapped": self.num_swapped, "num_restored": self.num_restored}
+        """All counters and sizes, by name: what `Tiers.report` says, of prefixes, of whole sequences."""
+        sequences = {"num_swapped": self.num_swapped, "num_restored": self.num_restored}
+        return self.tiers.report() | asdict(self.prefixes) | sequences
 
     def close(self) -> None:
         """Drop what is of sequences, save the rest to cold, and close the tiers."""

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minikv.cache.tiers.base import Handle
+from minikv.cache.tiers.base import Handle, index_of
 from minikv.cache.tiers.cold import ColdTier
 from minikv.cache.tiers.span import Span
 from minikv.cache.tiers.warm import WarmTier
@@ -84,6 +84,7 @@ class Tiers:
         self.counters = Counters()
         self._worker = ThreadPoolExecutor(1, "minikv-cold") if background else _Inline()
         self._places: dict[Handle, _Place] = {}
+        self._of_key: dict[tuple[bytes, bytes], dict[Handle, _Place]] = {}
         self._of_warm: dict[Handle, _Place] = {}
         self._of_cold: dict[Handle, _Place] = {}
         self._saving: list[_Place] = []  # the oldest first
@@ -126,7 +127,7 @@ class Tiers:
         if place.warm is None and place.cold is None:
             self.counters.refused += 1
             return None
-        self._places[place.handle] = place
+        self._add(place)
         return place.handle
 
     def read(self, handle: Handle) -> Span | None:
@@ -159,15 +160,15 @@ class Tiers:
         them from here on, until `release`."""
         self._settle(wait=True)
         of_cold = self._in_cold(ColdTier.find, key, fingerprint).result() if self.cold is not None else []
-        for place in list(self._places.values()):
-            if (place.handle.owner.key, place.handle.fingerprint) == (key, fingerprint):
-                self._find_again(place, of_cold)
+        for place in list(self._of_key.get((key, fingerprint), {}).values()):
+            self._find_again(place, of_cold)
         for cold in of_cold:
             if cold not in self._of_cold:
                 place = self._new_place(cold)
-                self._places[place.handle] = self._of_cold[cold] = place
+                self._add(place)
+                self._of_cold[cold] = place
                 place.cold = cold
-        return [h for h in self._places if (h.owner.key, h.fingerprint) == (key, fingerprint)]
+        return list(self._of_key.get((key, fingerprint), {}))
 
     def _find_again(self, place: _Place, of_cold: list[Handle]) -> None:
         """One owner more, of a span of this run. Cold knows one owner at most: this."""
@@ -198,6 +199,8 @@ class Tiers:
             self._in_cold(ColdTier.release, place.cold)
         if place.warm is None:
             self._lose(place)
+        else:
+            self.warm.read(place.warm)  # what is given up last goes last
         self._stuck.clear()
 
     def pin(self, handle: Handle) -> None:
@@ -340,6 +343,10 @@ class Tiers:
             return _Place(Handle.of(self._next, of.header))
         return _Place(Handle(self._next, of.owner, of.fingerprint, of.nbytes))
 
+    def _add(self, place: _Place) -> None:
+        self._places[place.handle] = place
+        self._of_key.setdefault(place.handle.index, {})[place.handle] = place
+
     def _put_warm(self, place: _Place, span: Span, clean: bool) -> None:
         place.warm = self.warm.write(span, clean)
         assert place.warm is not None, "the caller must make room"
@@ -360,6 +367,10 @@ class Tiers:
         """Forget all that is known of a span."""
         self._arrived(place)
         del self._places[place.handle]
+        of_key = self._of_key[place.handle.index]
+        del of_key[place.handle]
+        if not of_key:
+            del self._of_key[place.handle.index]
         self._stuck.discard(place.handle)
         self._leave_cold(place)
         if place.warm is not None:
@@ -390,6 +401,7 @@ class Tiers:
         places = self._places.values()
         assert self._of_warm == {p.warm: p for p in places if p.warm is not None}, "a span in warm is lost"
         assert self._of_cold == {p.cold: p for p in places if p.cold is not None}, "a span in cold is lost"
+        assert index_of(self._places) == self._of_key, "a span is not found by its key"
         assert len(self._of_warm) == len(self.warm), "warm holds what nobody knows of"
         unsaved = set(self.warm.unsaved())
         for handle, place in self._places.items():
