@@ -26,7 +26,8 @@ from minikv.errors import (
 from minikv.results import Result, StreamPiece, TokenLogprob, Usage
 
 if TYPE_CHECKING:
-    from minikv.llm import LLM, Job
+    from minikv.jobs import Job
+    from minikv.llm import LLM
     from minikv.sampling import SamplingParams
     from minikv.session import ChatSession
 
@@ -56,7 +57,7 @@ if "torch" not in sys.modules:
 
 _LAZY = {
     "LLM": "minikv.llm",
-    "Job": "minikv.llm",
+    "Job": "minikv.jobs",
     "SamplingParams": "minikv.sampling",
     "ChatSession": "minikv.session",
 }

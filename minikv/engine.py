@@ -179,6 +179,19 @@ class Engine:
         with self._one_thread():
             return self.scheduler.bring_back(lanes)
 
+    @property
+    def tier_stats(self) -> dict[str, int] | None:
+        """Bytes and spans of the tiers below the pool, and counters of what moved, by name; None without
+        tiers."""
+        if self.storage is None:
+            return None
+        scheduler = self.scheduler
+        return self.storage.report() | {
+            "turns_restored": scheduler.num_restored,
+            "preemptions": scheduler.num_preemptions,
+            "reclaimed": scheduler.num_reclaimed,
+        }
+
     def close(self) -> None:
         """Close the tiers below the pool. Nothing may be asked of the engine after that."""
         if self.storage is not None:

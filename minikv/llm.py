@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 from operator import index
@@ -17,6 +17,7 @@ from minikv.cache.compress import Ranges
 from minikv.config import CacheConfig, EngineConfig, TierConfig
 from minikv.engine import Engine
 from minikv.errors import ConfigError, MinikvError, RequestError, shown
+from minikv.jobs import Job, Message, Prompt
 from minikv.loading import load_model
 from minikv.memory import available_bytes
 from minikv.output import OutputText
@@ -31,9 +32,6 @@ from minikv.sessions.save import save_session
 from minikv.text.spans import content_end
 from minikv.threads import warn_if_threads_spin
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-
 
 class _NoMore:
     """The end of the jobs."""
@@ -41,22 +39,6 @@ class _NoMore:
 
 _NO_MORE = _NoMore()
 _IDLE_SECONDS = 0.01
-
-
-@dataclass(frozen=True)
-class Job:
-    """One unit of work for `LLM.run`: a raw prompt or a conversation, how to sample, and which KV entries
-    to keep (None: as the LLM was told).
-
-    `key` is the caller's own and comes back with the result.
-    """
-
-    key: Any
-    prompt: Prompt | None = None
-    messages: Sequence[Message] | None = None
-    params: SamplingParams = field(default_factory=SamplingParams)
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    cache: CacheConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -185,6 +167,12 @@ class LLM:
     def kv_bytes_in_use(self) -> int:
         """Bytes of the pages that running requests and open sessions hold now."""
         return self.engine.store.pool.bytes_in_use
+
+    @property
+    def tier_stats(self) -> dict[str, int] | None:
+        """Bytes and spans in the tiers below the pool, hits, misses and movements, by name; None without
+        tiers. `docs/cli.md` lists the names."""
+        return self.engine.tier_stats
 
     # Work
 

@@ -176,6 +176,14 @@ class ChatSession:
         return 0 if self._lanes.seq is None else self._llm.engine.store.bytes_of(self._lanes.seq)
 
     @property
+    def demoted_bytes(self) -> int:
+        """Bytes in the tiers below the pool of what this session demoted."""
+        below = self._lanes.course.below
+        swapped = self._lanes.swapped
+        whole = 0 if swapped is None else sum(handle.nbytes for handle in swapped.handles)
+        return whole + (0 if below is None else below.nbytes)
+
+    @property
     def kv_entries(self) -> Tensor:
         """Entries of each lane: [layers, kv_heads] int32; 0 while they are demoted."""
         store = self._llm.engine.store

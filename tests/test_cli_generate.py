@@ -46,6 +46,18 @@ def test_json_has_exactly_the_documented_keys(model: Path) -> None:
     assert out["usage"]["completion_tokens"] == len(out["token_ids"]) == 4
 
 
+def test_with_tiers_json_says_what_is_in_them_and_every_name_is_documented(model: Path) -> None:
+    prompt = ("-p", "hello " * 60, "--raw", "--max-tokens", 2, "--ignore-eos")
+    names = Path(__file__).parents[1].joinpath("docs", "cli.md").read_text()
+    cold = ("--kv-cold", f"{model.parent / 'kv.cold'}:1MiB")
+    for options in (("--kv-warm", "1MiB"), cold, ("--kv-warm", "1MiB", *cold)):
+        out = generate(model, *prompt, *options)
+        assert list(out) == [*KEYS, "tiers"]
+        assert out["tiers"]["prefix_blocks"] or out["tiers"]["prefix_hits"]
+        assert [name for name in out["tiers"] if f"`{name}`" not in names] == []
+    assert out["tiers"]["prefix_tokens"] >= 128 and out["tiers"]["warm_bytes"] + out["tiers"]["cold_bytes"]
+
+
 def test_streamed_text_is_the_json_text(model: Path) -> None:
     options = (model, "-p", "The quick brown", "--max-tokens", 40, "--ignore-eos")
     streamed = invoke("generate", *options)

@@ -10,7 +10,7 @@ import torch
 from cli_tools import write_tiny_model
 
 from minikv import LLM, CacheConfig, ConfigError, RequestError, SamplingParams, TierConfig
-from minikv.llm import Job
+from minikv.jobs import Job
 from minikv.text.spans import content_end, system_end
 
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)

@@ -44,7 +44,12 @@ def test_a_preempted_request_goes_on_as_it_was_and_computes_nothing_again(
     assert tokens == expected
     assert rows == len(PROMPTS[0]) + len(expected) - 1
     counters = engine.storage.report()
-    assert counters["num_swapped"] == counters["num_restored"] == engine.scheduler.num_preemptions >= 6
+    assert (
+        counters["sequences_demoted"]
+        == counters["sequences_restored"]
+        == engine.scheduler.num_preemptions
+        >= 6
+    )
     assert nothing_left(engine)
 
 

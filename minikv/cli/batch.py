@@ -21,6 +21,7 @@ from minikv.cli.batch_run import BatchRun
 from minikv.cli.chat import DEFAULT_MODEL
 from minikv.cli.interrupts import Interrupts
 from minikv.cli.options import COMPRESSION, ENGINE, SAMPLING, load_llm, takes
+from minikv.cli.tier_lines import tier_lines
 from minikv.errors import ConfigError, RequestError
 
 
@@ -83,7 +84,7 @@ def _run(
 
     SamplingParams(**sampling)  # a default that is wrong is one error, not one for each line
     meter = Meter(total, done)
-    stopped = False
+    stopped, tiers = False, list[str]()
     if total is None or total > len(done):
         with load_llm(model, engine, compression, progress=console.stderr_is_terminal()) as llm:
             if fresh:  # only now: a mistake in the command must not cost the earlier results
@@ -91,13 +92,15 @@ def _run(
             with Interrupts() as interrupts, meter:
                 skip = {line.id for line in done}
                 stopped = BatchRun(llm, file, sampling, skip, meter, interrupts).serve(lines)
+            tiers = tier_lines(llm)
     elif fresh:
         file.clear()
     if stopped:
         again = "" if total is None else " Run it again with --resume to go on."
         console.complain(f"Interrupted after {meter.progress_text()}.{again}")
         raise typer.Exit(console.EXIT_INTERRUPTED)
-    console.complain(meter.summary())
+    for line in (meter.summary(), *tiers):
+        console.complain(line)
     if meter.failed:
         raise typer.Exit(console.EXIT_FAILED)
 

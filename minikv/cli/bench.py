@@ -51,6 +51,8 @@ def bench(
     with load_llm(model, engine, compression, progress=console.stderr_is_terminal()) as llm:
         setting = {"threads": threads, **_setting(llm, plan)}
         facts = _run(llm, plan, setting, bandwidth, show=_nothing if as_json else console.write_text)
+        if llm.tier_stats is not None:
+            facts["tiers"] = llm.tier_stats
     if as_json:
         console.write_text(json.dumps(facts, ensure_ascii=False, indent=2) + "\n")
 

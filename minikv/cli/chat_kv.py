@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from minikv.cli import console
 from minikv.cli.cache_picture import map_lines, policy_line, sizes_line
 from minikv.cli.chat_state import ChatState
-from minikv.config import format_size
+from minikv.cli.tier_lines import tier_lines
 from minikv.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def describe(state: ChatState, layer: str) -> None:
     unless it is a layer.
     """
     session = state.session
-    _show_tiers(state)
+    for line in tier_lines(state.llm):
+        state.say(line)
     lengths: list[list[int]] = session.kv_entries.tolist()
     chosen = _layer(layer, len(lengths)) if layer else None
     if session.num_tokens == 0:
@@ -49,20 +50,6 @@ def describe(state: ChatState, layer: str) -> None:
     else:
         for line in _equal_layers(lengths):
             state.say(line)
-
-
-def _show_tiers(state: ChatState) -> None:
-    """Bytes in the tiers below the pool, of all conversations, and what moved."""
-    storage = state.llm.engine.storage
-    if storage is None:
-        return
-    report = storage.tiers.report()
-    for tier in ("warm", "cold"):
-        if report.get(f"{tier}_bytes") is not None:
-            size, spans = format_size(report[f"{tier}_bytes"]), report[f"{tier}_spans"]
-            state.say(f"{tier} tier: {size} in {spans:,} spans, read {report[f'{tier}_hits']:,} times")
-    if report["refused"] or report["misses"]:
-        state.say(f"the tiers had no room {report['refused']:,} times and lost {report['misses']:,} spans")
 
 
 def _layer(text: str, count: int) -> int:

@@ -14,6 +14,7 @@ from minikv.cli.interrupts import Interrupts
 from minikv.cli.options import COMPRESSION, ENGINE, SAMPLING, TEMPLATE, load_llm, takes
 from minikv.cli.prompting import job_of, read_prompt
 from minikv.cli.streaming import follow
+from minikv.cli.tier_lines import tier_lines
 from minikv.config import format_size
 from minikv.errors import ConfigError, RequestError
 from minikv.results import Result
@@ -79,7 +80,10 @@ def _complete_json(llm: LLM, job: Job, interrupts: Interrupts) -> Result:
         result = _all_choices(llm, job, interrupts)
     else:
         result = _stream(llm, job, interrupts, None)
-    console.write_text(json.dumps(result.to_dict(), ensure_ascii=False, allow_nan=False) + "\n")
+    shown = result.to_dict()
+    if llm.tier_stats is not None:
+        shown["tiers"] = llm.tier_stats
+    console.write_text(json.dumps(shown, ensure_ascii=False, allow_nan=False) + "\n")
     return result
 
 
@@ -115,3 +119,5 @@ def _note_stats(llm: LLM, result: Result) -> None:
         f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} tok{rate}, {kv}"
         f"{ending.get(result.finish_reason, '')}"
     )
+    for line in tier_lines(llm):
+        console.note(line)

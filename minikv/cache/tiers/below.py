@@ -51,6 +51,11 @@ class Below:
         return self._parts[-1].end if self._parts else 0
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all spans."""
+        return sum(handle.nbytes for part in self._parts for handle in part.handles)
+
+    @property
     def parts(self) -> list[tuple[int, int]]:
         """Of each part the tokens up to which it goes, and its spans."""
         return [(part.end, len(part.handles)) for part in self._parts]

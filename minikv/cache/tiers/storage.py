@@ -79,7 +79,7 @@ class Storage:
 
     def report(self) -> dict[str, int]:
         """All counters and sizes, by name: what `Tiers.report` says, of prefixes, of whole sequences."""
-        sequences = {"num_swapped": self.num_swapped, "num_restored": self.num_restored}
+        sequences = {"sequences_demoted": self.num_swapped, "sequences_restored": self.num_restored}
         return self.tiers.report() | asdict(self.prefixes) | sequences
 
     def close(self) -> None:

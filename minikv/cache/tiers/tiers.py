@@ -389,8 +389,9 @@ class Tiers:
         sizes = {"warm_bytes": self.warm.nbytes, "warm_spans": len(self.warm)}
         if self.cold is None:
             return sizes | asdict(self.counters)
+        of_file = {f"cold_{name}": count for name, count in asdict(self.cold.counters).items()}
         cold = {"cold_bytes": self.cold.nbytes, "cold_spans": len(self.cold)}
-        return sizes | cold | asdict(self.counters) | asdict(self.cold.counters)
+        return sizes | cold | asdict(self.counters) | of_file
 
     def check(self) -> None:
         """Re-derive every count, when all that is on its way has arrived."""
