@@ -16,6 +16,9 @@ from minikv.cache.evidence import Recorded
 from minikv.cache.policies.base import LayerView, output_gram
 from minikv.cache.policies.gracekv import GraceKV
 from minikv.cache.policies.trees.measure import Damage
+from minikv.cache.references import reference_queries
+from minikv.cache.refit import refit
+from minikv.cache.refit_targets import compressible
 from minikv.kernels.cpu.backend import CpuBackend
 from minikv.kernels.cpu.library import LibraryMissing, instruction_sets, load_library
 from minikv.kernels.slots import SlotInput
@@ -141,6 +144,21 @@ def test_damages_are_the_same_bits_on_any_number_of_threads(isa):
         assert all(
             torch.equal(getattr(first, part.name), getattr(other, part.name)) for part in fields(Damage)
         )
+
+
+def test_a_refit_that_need_not_look_again_gives_the_same():
+    view, rope = view_of((300, 130), window=8), Rope(ROPES["plain"], 16)
+    policy, protected = GraceKV(8, rope), ends(view)
+    measured = policy.measure(replace(view, refit=True), protected)
+    rows = policy.merge(view, measured, policy.assign([measured], 60)[0], protected)
+    assert measured.seen is not None and policy.measure(view, protected).seen is None
+    references = reference_queries(view)
+    assert references is not None and measured.seen.is_of(references, compressible(view, rows))
+    expected, found = refit(view, rows), refit(view, rows, seen=measured.seen)
+    torch.testing.assert_close(found.values, expected.values, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.log_mass, expected.log_mass, rtol=1e-3, atol=1e-3)
+    wrong = replace(measured.seen, wanted=~measured.seen.wanted, means=measured.seen.means + 1)
+    assert torch.equal(refit(view, rows, seen=wrong).values, expected.values)
 
 
 class Spoilt:

@@ -222,7 +222,7 @@ def fake_refit(monkeypatch):
     """A refit that adds 1 to the masses and values of what is not protected."""
     calls = []
 
-    def refit(view, rows):
+    def refit(view, rows, *, seen=None):
         calls.append((view, rows))
         free = ~rows.fixed & (rows.positions >= 0)
         return replace(rows, values=rows.values + free[..., None], log_mass=rows.log_mass + free)

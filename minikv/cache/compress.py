@@ -31,6 +31,7 @@ from minikv.cache.policies.base import (
 from minikv.cache.policies.select import select
 from minikv.cache.policies.window import Window
 from minikv.cache.protect import Ranges, pinned_too_much, protect
+from minikv.cache.references import Seen
 from minikv.cache.showing import for_refit, joined, shown_to
 from minikv.config import CacheConfig
 from minikv.errors import ConfigError
@@ -350,7 +351,8 @@ class Compressor:
     def _merge(self, task: _Task) -> None:
         measured = []
         for layer in range(len(task.lengths)):
-            measured.append(task.policy.measure(self._view(task, layer), task.protected_of(layer)))
+            view = replace(self._view(task, layer), refit=task.refit_evidence is not None)
+            measured.append(task.policy.measure(view, task.protected_of(layer)))
         merger = Merger(task.policy, measured, task.lengths, task.floors)
         assignment = (
             merger.assign(task.total)
@@ -361,18 +363,18 @@ class Compressor:
         def rows_of(layer: int) -> tuple[Rows, Tensor]:
             view, held = self._view(task, layer), task.protected_of(layer)
             rows, source = merger.rows(layer, view, assignment[layer], held)
-            return self._refitted(task, view, rows), source
+            return self._refitted(task, view, rows, getattr(measured[layer], "seen", None)), source
 
         self.store.replace(task.seq, rows_of, task.end)
 
-    def _refitted(self, task: _Task, view: LayerView, rows: Rows) -> Rows:
-        """The rows with masses and values corrected, if there is to be a refit."""
+    def _refitted(self, task: _Task, view: LayerView, rows: Rows, seen: Seen | None = None) -> Rows:
+        """The rows with masses and values corrected, if there is to be a refit; seen: by the policy."""
         if task.refit_evidence is None:
             return rows
         from minikv.cache.refit import refit
 
         shown = self._with(view, task.refit_evidence, task.num_tokens)
-        return refit(shown, rows)
+        return refit(shown, rows, seen=seen)
 
     def _with(self, view: LayerView, recorded: Recorded, num_tokens: int) -> LayerView:
         """The view with other evidence."""

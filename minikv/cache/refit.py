@@ -16,14 +16,8 @@ import torch
 from torch import Tensor
 
 from minikv.cache.policies.base import LayerView, Rows
-from minikv.cache.refit_targets import (
-    Part,
-    Targets,
-    compressible,
-    part_of,
-    reference_queries,
-    targets_of,
-)
+from minikv.cache.references import Part, Seen, part_of, reference_queries
+from minikv.cache.refit_targets import Targets, compressible, targets_of
 
 _STEPS = 25  # more change the outputs of real lanes by less than a hundredth
 _LOOKS = 4  # of the power iteration that bounds the curvature
@@ -42,12 +36,14 @@ class Options:
 
 
 @torch.inference_mode()
-def refit(view: LayerView, rows: Rows, options: Options = Options()) -> Rows:
+def refit(view: LayerView, rows: Rows, options: Options = Options(), seen: Seen | None = None) -> Rows:
     """The new entries `rows` of a layer `view` with log masses and values fitted to the full lanes.
 
     Reference queries of a lane are those that were recorded of its group's heads: the observation window,
     which sees what came before it, and `future_queries`, which see everything. Without any nothing changes.
     A lane ends with new masses and values, with new masses alone, or as it was.
+
+    What a policy has `seen` of the full lanes, with the same queries, is not computed again.
 
     Costs attention of the r reference queries of a lane to its n entries, and for its c entries that may
     change 25 steps of 2 * r * c and a Cholesky of size min(c, r). One thread of a shared machine takes 10 ms
@@ -59,7 +55,7 @@ def refit(view: LayerView, rows: Rows, options: Options = Options()) -> Rows:
     if references is None or not free.any():
         return rows
     entries = part_of(rows, free)
-    fitted, judging = targets_of(view, rows, references, entries).split()
+    fitted, judging = targets_of(view, rows, references, entries, seen).split()
     factors = solve_masses(fitted, *mass_bounds(view, rows, entries.log_mass), options.mass_ridge)
     values = solve_values(fitted, factors, entries.values, options.value_ridge)
     values = _within(view, values)

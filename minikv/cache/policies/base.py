@@ -74,6 +74,7 @@ class LayerView:
     output_gram: [query_heads, head_dim, head_dim] float32, W^T W of each query head's part W of it, the same
         tensor every time; None if not asked for.
     slots: kernels for what trees are measured by; None: torch does it.
+    refit: whether what stays will be refitted, so that what the queries see is worth keeping.
     num_tokens: logical length of the sequence; group: query heads per KV head.
     """
 
@@ -96,6 +97,7 @@ class LayerView:
     surprisal: Tensor | None = None
     output_gram: Tensor | None = None
     slots: SlotKernels | None = None
+    refit: bool = False
 
 
 def output_gram(weight: Tensor, head_dim: int) -> Tensor:
@@ -166,7 +168,8 @@ class MergingPolicy(Protocol):
 
     def measure(self, view: LayerView, protected: Tensor) -> Any:
         """What `assign` needs to know of a layer, in little memory. protected: [kv_heads, n] bool, entries
-        that stay as they are."""
+        that stay as they are. It may have a `seen`, a `references.Seen` or None, which spares a refit that
+        looks with the same queries."""
         ...
 
     def assign(self, measured: list[Any], total: int) -> list[Tensor]:

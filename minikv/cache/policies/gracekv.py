@@ -17,6 +17,7 @@ from minikv.cache.policies.trees.prototypes import identity, merged, places_of
 from minikv.cache.policies.trees.slots import LEVELS, level_slice
 
 if TYPE_CHECKING:
+    from minikv.cache.references import Seen
     from minikv.models.rope import Rope
 
 
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
 class Measured:
     """What `assign` and `merge` need of a layer: eight numbers an entry.
 
-    valid, protected: [kv_heads, n] bool.
+    valid, protected: [kv_heads, n] bool. seen: what recorded queries see of the others, if
+    that was found out.
     """
 
     damage: Damage
     valid: Tensor
     protected: Tensor
+    seen: Seen | None = None
 
 
 class GraceKV:
@@ -82,7 +85,7 @@ class GraceKV:
         rows = observe(view, protected, self.rows, self.shifts, self.shift_weight, self.future_weight)
         protected = protected & view.valid
         damage = damage_of(view, rows, protected, self.rope, self._roots_of(view))
-        return Measured(damage, view.valid, protected)
+        return Measured(damage, view.valid, protected, rows.seen)
 
     @torch.inference_mode()
     def assign(self, measured: list[Measured], total: int) -> list[Tensor]:

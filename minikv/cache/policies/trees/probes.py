@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.policies.base import LayerView
+from minikv.cache.references import UNSEEN, Seen, reference_queries
 
 _LEAST = 1e-12
 _USUAL = 4.0
@@ -18,7 +19,8 @@ _USUAL = 4.0
 class Rows:
     """Observed rows of one layer: `own` of queries, then those that look ahead of the first of these.
 
-    attention: [kv_heads, group, q, n] float32, mass counted, 0 where nothing is seen.
+    attention: [kv_heads, group, q, n] float32, mass counted, 0 where nothing is seen; to protected entries it
+    may be 0 as well. seen: of what is not protected, if a refit is to come.
     outputs: [kv_heads, group, q, head_dim], what is put out where a row looks.
     weights: [q] float32, of a row's squared error.
     queries: [kv_heads, group * c, head_dim], scaled; normalisers: [kv_heads, group * c, 1]: of what own rows
@@ -32,6 +34,7 @@ class Rows:
     queries: Tensor
     normalisers: Tensor
     kinds: tuple[int, ...]
+    seen: Seen | None = None
 
     @property
     def pools(self) -> tuple[int, ...]:
@@ -60,7 +63,8 @@ def observe(
     """
     queries, positions, weights, kinds = _queries(view, rows, future_weight)
     queries = queries / math.sqrt(queries.shape[3])
-    attention, outputs, normalisers = _attention(view, queries, positions, kinds, rows)
+    wanted = view.valid & ~protected if view.refit else None
+    attention, outputs, normalisers, seen = _attention(view, queries, positions, kinds, rows, wanted)
     weights = weights / _scale(view, outputs, weights)
     ahead = _ahead(_asked_for(attention, rows).masked_fill_(protected[:, None, None], 0.0), shifts)
     return Rows(
@@ -71,15 +75,21 @@ def observe(
         queries.flatten(1, 2),
         normalisers.flatten(1, 2),
         kinds,
+        seen,
     )
 
 
 def _attention(
-    view: LayerView, queries: Tensor, positions: Tensor, kinds: tuple[int, ...], rows: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    view: LayerView,
+    queries: Tensor,
+    positions: Tensor,
+    kinds: tuple[int, ...],
+    rows: int,
+    wanted: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Seen | None]:
     """Of queries [kv_heads, group, c, head_dim] at positions [c]: attention of rows, the root of what is
     damaged: the mean square [kv_heads, group, q, n]; outputs [kv_heads, group, q, head_dim]; and normalisers
-    of queries [kv_heads, group, c, 1].
+    of queries [kv_heads, group, c, 1]; and what is seen of the wanted entries [kv_heads, n], if any are.
 
     One lane at a time, in the same memory, which is faster than all at once.
     """
@@ -94,6 +104,7 @@ def _attention(
     late = int(late[0]) if len(late) else length
     hidden = view.positions[:, None, late:] > positions[: kinds[0], None]
     chance = torch.empty(group, count, length)
+    sums, means = torch.empty(kv_heads, group, count), torch.empty(kv_heads, group, count, width)
     for lane in range(kv_heads):
         torch.mm(queries[lane].flatten(0, 1), view.keys[lane].t(), out=chance.flatten(0, 1))
         if biased[lane]:
@@ -101,9 +112,32 @@ def _attention(
         chance[:, : kinds[0], late:].masked_fill_(hidden[lane], -torch.inf)
         normalisers[lane] = _softmax_(chance)
         _pool(chance, kinds, mean[lane])
+        if wanted is not None:
+            chance.index_fill_(2, (~wanted[lane]).nonzero()[:, 0], 0.0)
+            torch.sum(chance, dim=2, out=sums[lane])
+            torch.mm(chance.flatten(0, 1), view.values[lane], out=means[lane].flatten(0, 1))
         _pool(chance.square_(), kinds, attention[lane])
     outputs = (mean.flatten(1, 2) @ view.values).view(kv_heads, group, -1, width)
-    return attention.sqrt_(), outputs, normalisers
+    seen = None if wanted is None else _seen(view, wanted, normalisers[..., 0], sums, means, kinds)
+    return attention.sqrt_(), outputs, normalisers, seen
+
+
+def _seen(
+    view: LayerView, wanted: Tensor, normalisers: Tensor, sums: Tensor, means: Tensor, kinds: tuple[int, ...]
+) -> Seen | None:
+    """From sums [kv_heads, group, c] of attention and of it times values, over the wanted entries; None
+    if a refit takes other queries than these."""
+    references = reference_queries(view)
+    if references is None or len(references.at) != view.group * normalisers.shape[2]:
+        return None
+
+    def by_lane(each: Tensor) -> Tensor:
+        return torch.cat([part.flatten(1, 2) for part in each.split(kinds, dim=2)], dim=1)
+
+    nothing = sums < torch.finfo(sums.dtype).tiny
+    log_sums = (normalisers + sums.log()).masked_fill_(nothing, UNSEEN)
+    means = (means / sums[..., None]).masked_fill_(nothing[..., None], 0.0)
+    return Seen(references.queries, references.at, wanted, by_lane(means), by_lane(log_sums))
 
 
 def _softmax_(logits: Tensor) -> Tensor:
