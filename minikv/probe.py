@@ -15,8 +15,10 @@ from torch import Tensor
 from minikv.cache.compress import Compressor, Ranges, Report
 from minikv.cache.evidence import Recorded, Recorder, token_surprisal
 from minikv.cache.policies.base import AnyPolicy, Evidence
-from minikv.config import CacheConfig, EngineConfig, format_size
-from minikv.errors import RequestError
+from minikv.cache.tiers.below import Below
+from minikv.cache.tiers.storage import Storage
+from minikv.config import CacheConfig, EngineConfig, TierConfig, format_size
+from minikv.errors import ConfigError, RequestError
 from minikv.loading import LoadedModel, load_model
 from minikv.memory import available_bytes, make_store, resolve_context
 from minikv.scheduler.batching import Rows, batch_of
@@ -29,9 +31,17 @@ class Probe:
 
     tokenizer, config (`ModelConfig`), model (the decoder), name, fingerprint: of the model;
     store, compressor: of the sequences, which are known by the numbers that `open` and `fork` give.
+    tiers: what there is to be below the page pool, for sequences that `demote`.
     """
 
-    def __init__(self, loaded: LoadedModel, *, max_context: int | None = None, max_seqs: int = 8):
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        max_context: int | None = None,
+        max_seqs: int = 8,
+        tiers: TierConfig | None = None,
+    ):
         self.name = loaded.name
         self.fingerprint = loaded.fingerprint
         self.tokenizer = loaded.tokenizer
@@ -49,6 +59,10 @@ class Probe:
             loaded.kernels.keys_transposed,
         )
         self.compressor = Compressor(self.store, loaded.decoder)
+        self._storage: Storage | None = None
+        if tiers is not None:
+            rope = loaded.decoder.rope
+            self._storage = Storage.of(tiers, loaded.fingerprint, loaded.config, rope, loaded.kv_dtype)
         self._num_tokens: dict[int, int] = {}
 
     @classmethod
@@ -62,6 +76,7 @@ class Probe:
         threads: int | None = None,
         max_context: int | None = None,
         max_seqs: int = 8,
+        tiers: TierConfig | None = None,
         revision: str | None = None,
         offline: bool = False,
         progress: bool = False,
@@ -78,7 +93,7 @@ class Probe:
             threads=threads,
             progress=progress,
         )
-        return cls(loaded, max_context=max_context, max_seqs=max_seqs)
+        return cls(loaded, max_context=max_context, max_seqs=max_seqs, tiers=tiers)
 
     # Sequences
 
@@ -182,6 +197,40 @@ class Probe:
         recorded = recorded or Recorded()
         return self.compressor.compress(seq, policy, cache, self._num_tokens[seq], recorded, pinned)
 
+    # Demoting
+
+    def below(self) -> Below:
+        """A place for what one sequence demotes; the caller has to `forget` it. ConfigError without tiers
+        below the pool."""
+        if self._storage is None:
+            raise ConfigError("Nothing can be demoted without a tier below the pool; give tiers a warm size.")
+        return Below(self._storage)
+
+    @property
+    def room_below(self) -> int:
+        """Bytes that the tiers below the pool can still take."""
+        return 0 if self._storage is None else self._storage.tiers.limit - self._storage.tiers.nbytes
+
+    def demote(self, seq: int, below: Below) -> None:
+        """Keep what a sequence holds of the tokens since it was last compressed; to be done before it is
+        compressed. RequestError when the tiers have no room for it."""
+        below.add(self.store, seq, self._num_tokens[seq])
+        if below.lost:
+            raise RequestError("The tiers below the KV pool have no room for what is demoted.")
+
+    def put_back(self, seq: int, below: Below) -> int:
+        """In the place of a sequence, one that holds all its tokens as they were computed, which may have
+        been against compressed lanes. RequestError when pages are short or `below` has lost some."""
+        num_tokens = self._num_tokens[seq]
+        self.demote(seq, below)
+        self._check_pages(self.store.pages_for(num_tokens) - self.store.pages_of(seq))
+        restored = below.restore(self.store, seq, num_tokens)
+        if restored is None:
+            raise RequestError("What was demoted cannot be read any more.")
+        del self._num_tokens[seq]
+        self._num_tokens[restored] = num_tokens
+        return restored
+
     # Inside
 
     def _forward(self, rows: Rows, recorder: Recorder | None, following: Sequence[int]) -> Tensor:
@@ -215,6 +264,9 @@ class Probe:
                     f"The sequence would have {end} tokens, and the context is {self.max_context}."
                 )
             missing += self.store.pages_missing(seq, len(ids))
+        self._check_pages(missing)
+
+    def _check_pages(self, missing: int) -> None:
         pool = self.store.pool
         if missing > pool.num_free:
             raise RequestError(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import tokenizers
 import torch
+from model_files import hf_config, write_directory
+from tiny import RandomWeights
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from minikv.cache.compress import Report
 from minikv.cache.evidence import Recorded
 from minikv.evals.haystacks import Writer
 from minikv.evals.text import Prose, reference_prose
+from minikv.models.hf_config import normalise_config
 from minikv.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -45,6 +50,17 @@ def word_writer(template: str | None = TEMPLATE) -> Writer:
     """Writes contexts in tokens of `word_tokenizer`."""
     tokenizer = word_tokenizer(template)
     return Writer(tokenizer, Prose(reference_prose(), tokenizer))
+
+
+def write_word_model(folder: Path) -> Path:
+    """A folder with a random model for tokens of `word_tokenizer`, of a context of 2,048 tokens."""
+    raw = hf_config(max_position_embeddings=2048, vocab_size=word_tokenizer().vocab_size)
+    weights = RandomWeights(normalise_config(raw))
+    write_directory(folder, raw, {name: weights.load(name) for name in weights.names()})
+    word_tokenizer().backend.save(str(folder / "tokenizer.json"))
+    words = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    return folder
 
 
 _LATELY = 60  # tokens: about a question

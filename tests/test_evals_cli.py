@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cli_tools import error_of, invoke
-from eval_tools import TEMPLATE, word_tokenizer
-from model_files import hf_config, write_directory
-from tiny import RandomWeights
+from eval_tools import write_word_model
 
 from minikv.cache.evidence import Recorded
 from minikv.cache.policies.profile import HeadProfile
@@ -20,7 +18,6 @@ from minikv.cli import eval as command
 from minikv.evals import plots
 from minikv.evals.plan import EvalPlan
 from minikv.evals.sweep import variants_of
-from minikv.models.hf_config import normalise_config
 from minikv.probe import Probe
 
 GRID = ("--tasks", "needle,multi-turn,fidelity", "--policies", "snapkv,window", "--budgets", "1.0,0.1")
@@ -29,14 +26,7 @@ SIZE = ("--lengths", "1100", "--samples", "1", "--seed", "3")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("eval") / "tiny"
-    raw = hf_config(max_position_embeddings=2048, vocab_size=word_tokenizer().vocab_size)
-    weights = RandomWeights(normalise_config(raw))
-    write_directory(folder, raw, {name: weights.load(name) for name in weights.names()})
-    word_tokenizer().backend.save(str(folder / "tokenizer.json"))
-    words = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(words))
-    return folder
+    return write_word_model(tmp_path_factory.mktemp("eval") / "tiny")
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,12 @@ from eval_tools import CopyingProbe, word_tokenizer, word_writer
 from minikv.cache.policies.base import Evidence
 from minikv.config import CacheConfig
 from minikv.errors import ConfigError, TemplateError
+from minikv.evals.copies import Variant
 from minikv.evals.frame import Frame
 from minikv.evals.haystacks import KIND_OF_TASK
 from minikv.evals.plan import TASKS, EvalPlan
-from minikv.evals.sweep import Sweep, Variant, _once
+from minikv.evals.scored_once import score_once
+from minikv.evals.sweep import Sweep
 from minikv.evals.text import Prose, reference_prose, text_hash
 
 ANSWERED = ("needle", "multi-needle", "kv-lookup", "multi-turn", "quote")
@@ -179,11 +181,11 @@ def test_what_is_measured_once_is_measured_again_only_where_something_else_is_pr
             calls.append(protected)
             return len(calls)
 
-    once = _once(Merging())  # type: ignore[arg-type]
+    measured = score_once(Merging())
     view: Any = SimpleNamespace(layer=0)
     some, more = torch.tensor([[True, False]]), torch.tensor([[True, True]])
-    assert [once.measure(view, held) for held in (some, some, more, more, some)] == [1, 1, 2, 2, 3]
-    assert once.spared > 0
+    assert [measured.measure(view, held) for held in (some, some, more, more, some)] == [1, 1, 2, 2, 3]
+    assert measured.spared > 0
 
 
 def test_the_text_goes_on_where_the_context_ends() -> None:

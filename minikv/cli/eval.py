@@ -36,7 +36,7 @@ GRID = (
     Option(
         "policies",
         "text",
-        "Policies as in --kv-policy, also with +refit or -refit behind; the full cache is always measured.",
+        "As in --kv-policy, with +refit, -refit or +demote behind; the full cache is always measured.",
         "snapkv,adakv,compresskv",
         metavar="P,Q",
     ),
@@ -103,8 +103,10 @@ def _sweep(plan: EvalPlan, model: str, engine: dict[str, Any], results: ResultsF
     """Everything loaded and checked. Raises the errors of all parts."""
     from minikv import CacheConfig
     from minikv.cache.ceiling import Ceiling
+    from minikv.config import TierConfig
+    from minikv.evals.copies import SEQUENCES
     from minikv.evals.haystacks import Writer
-    from minikv.evals.sweep import SEQUENCES, Sweep, variants_of
+    from minikv.evals.sweep import Sweep, variants_of
     from minikv.evals.text import Prose, reference_prose, text_hash
     from minikv.loading import load_model
     from minikv.memory import available_bytes
@@ -122,7 +124,9 @@ def _sweep(plan: EvalPlan, model: str, engine: dict[str, Any], results: ResultsF
     text = reference_prose()
     profile = _profile(plan, loaded)
     results.settle(_settings(plan, loaded, engine, text_hash(text), profile))
-    probe = Probe(loaded, max_context=longest, max_seqs=SEQUENCES)
+    # The page pool takes half of the free memory at most; copies that demote get half of what is left.
+    tiers = TierConfig(warm=available_bytes() // 4) if plan.demotes else None
+    probe = Probe(loaded, max_context=longest, max_seqs=SEQUENCES, tiers=tiers)
     writer = Writer(probe.tokenizer, Prose(text, probe.tokenizer))
     variants = variants_of(plan, probe, profile)
     for variant in variants:

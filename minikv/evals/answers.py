@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from minikv.evals.copies import Copies, Copy, Held
 from minikv.evals.frame import Ids
 from minikv.evals.questions import Dialogue, Turn
 
@@ -25,14 +26,24 @@ class Reference:
     kv_bytes: int
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a copy says in one turn, as logits [n, vocab], and what it holds meanwhile. No logits: nothing
+    was taken from it, so it is the full cache, and answers like it."""
+
+    logits: Tensor | None
+    held: Held
+
+
 class Answers:
     """Answers to the turns of a dialogue, each token given the right ones before it.
 
     asked: the first question, without its prefix, stands in the sequence already.
     """
 
-    def __init__(self, probe: Probe) -> None:
+    def __init__(self, probe: Probe, copies: Copies) -> None:
         self._probe = probe
+        self._copies = copies
 
     def full(self, seq: int, dialogue: Dialogue, *, asked: bool) -> Reference:
         """Of the full cache in `seq`, which stays as it is."""
@@ -55,30 +66,39 @@ class Answers:
         return Reference(tuple(golds), tuple(logits), held)
 
     def compressed(
-        self, seqs: Sequence[int], dialogue: Dialogue, reference: Reference, *, asked: bool
-    ) -> list[list[Tensor]]:
-        """Per turn, per sequence the logits [n, vocab]; the sequences hold the dialogue afterwards."""
-        if not seqs:
-            return [[] for _ in dialogue.turns]
-        answers: list[list[Tensor]] = []
+        self, copies: Sequence[Copy], dialogue: Dialogue, reference: Reference, *, asked: bool
+    ) -> list[list[Answer]]:
+        """Per turn, per copy; their sequences hold the dialogue afterwards."""
+        changed = [copy for copy in copies if not copy.unchanged]
+        answers: list[list[Answer]] = []
         for index, turn in enumerate(dialogue.turns):
-            before = reference.golds[:index]
-            self._lead(seqs, turn, before[-1:], told=asked and index == 0)
-            answers.append(self._score(seqs, turn, reference.golds[index]))
+            self._lead_copies(changed, turn, reference.golds[:index][-1:], told=asked and index == 0)
+            said = iter(self._score([copy.seq for copy in changed], turn, reference.golds[index]))
+            answers.append([Answer(None if copy.unchanged else next(said), copy.held) for copy in copies])
         return answers
 
+    def _lead_copies(self, copies: Sequence[Copy], turn: Turn, before: Sequence[Ids], *, told: bool) -> None:
+        """Feed the same to copies. Those that demote begin a new turn with each question."""
+        anew = [copy for copy in copies if copy.variant.demotes and turn.question and not told]
+        for copy in anew:
+            self._copies.begin(copy, (*_unread(before), *turn.question), turn.suffix)
+        self._lead([copy.seq for copy in anew], turn, (), told=True)
+        self._lead([copy.seq for copy in copies if copy not in anew], turn, before, told=told)
+
     def _lead(self, seqs: Sequence[int], turn: Turn, before: Sequence[Ids], *, told: bool) -> None:
-        """Feed all that comes before the last token of the prefix. The last token of the answer
-        `before`, which nothing was predicted from, comes first."""
-        ids = [token for gold in before for token in gold[-1:]]
+        """Feed all that comes before the last token of the prefix, what is unread of the answer `before`
+        first."""
+        ids = [*_unread(before)]
         if not told:
             ids += (*turn.question, *turn.suffix)
         ids += turn.prefix[:-1]
-        if ids:
+        if ids and seqs:
             self._probe.feed_many(seqs, [ids] * len(seqs))
 
     def _score(self, seqs: Sequence[int], turn: Turn, gold: Ids) -> list[Tensor]:
         """Per sequence the logits that predict the tokens of `gold`."""
+        if not seqs:
+            return []
         ids = (*turn.prefix[-1:], *gold[:-1])
         return self._probe.feed_many(seqs, [ids] * len(seqs), "all")
 
@@ -94,3 +114,8 @@ class Answers:
             if token in self._probe.tokenizer.eos_token_ids:
                 break
         return tuple(gold), torch.stack(rows)
+
+
+def _unread(before: Sequence[Ids]) -> Ids:
+    """The last token of the answer before, if there was one: nothing was predicted from it."""
+    return tuple(token for gold in before for token in gold[-1:])

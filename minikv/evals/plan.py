@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ FULL = "full"
 TASKS = ("needle", "multi-needle", "kv-lookup", "multi-turn", "quote", "perplexity", "fidelity")
 Budget = float | int | str
 _MOST_SAMPLES = 10_000
+_DEMOTE = "+demote"
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,10 @@ class EvalPlan:
     """The grid of an evaluation.
 
     tasks, policies, budgets (as in `CacheConfig`), lengths: every combination is measured, and the
-    full cache beside. A policy may have `+refit` or `-refit` behind its name. samples: contexts per
-    length; their seeds are seed, seed + 1, ... agnostic: compress before the question is known. sinks,
-    recent, window, profile: as in `CacheConfig`.
+    full cache beside. A policy may have `+refit` or `-refit` behind its name, and `+demote`: each further
+    question then chooses anew among all entries. samples: contexts per length; their seeds are seed,
+    seed + 1, ... agnostic: compress before the question is known. sinks, recent, window, profile: as in
+    `CacheConfig`.
 
     Raises ConfigError for what cannot be measured.
     """
@@ -44,6 +47,8 @@ class EvalPlan:
     def __post_init__(self) -> None:
         from minikv.cache.policies.registry import check_policy_name
 
+        # One name for each column, in whatever order its signs were given: records go by it.
+        object.__setattr__(self, "policies", tuple(map(_demote_last, self.policies)))
         for name in ("tasks", "policies", "budgets", "lengths"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} must name at least one.")
@@ -53,7 +58,7 @@ class EvalPlan:
         for task in self.tasks:
             _check_task(task)
         for policy in self.policies:
-            check_policy_name(with_refit(policy)[0])
+            check_policy_name(with_refit(with_demotion(policy)[0])[0])
         for length in self.lengths:
             if length < 1:
                 raise ConfigError(f"lengths must be numbers of tokens of at least 1, not {shown(length)}.")
@@ -71,6 +76,11 @@ class EvalPlan:
         return tuple(policy for policy in self.policies if policy != FULL)
 
     @property
+    def demotes(self) -> bool:
+        """Whether any policy does."""
+        return any(with_demotion(policy)[1] for policy in self.policies)
+
+    @property
     def variants(self) -> list[tuple[str, Budget | None]]:
         """(policy, budget) of every column, the full cache first."""
         return [(FULL, None), *((policy, budget) for policy in self.compressing for budget in self.budgets)]
@@ -82,7 +92,8 @@ class EvalPlan:
 
     def cache(self, policy: str, budget: Budget) -> CacheConfig:
         """The configuration of one column. Raises ConfigError for a budget that cannot be used."""
-        name, refit = with_refit(policy)
+        rest, demotes = with_demotion(policy)
+        name, refit = with_refit(rest)
         return CacheConfig(
             policy=name,
             budget=budget,
@@ -91,6 +102,7 @@ class EvalPlan:
             window=self.window,
             profile=self.profile if "compresskv" in name else None,
             refit=refit,
+            evicted="demote" if demotes else "drop",
         )
 
     def chosen(self, records: Iterable[Record]) -> list[Record]:
@@ -105,6 +117,21 @@ class EvalPlan:
             and record.agnostic == self.agnostic
             and (record.policy, repr(record.budget)) in variants
         ]
+
+
+def with_demotion(policy: str) -> tuple[str, bool]:
+    """A column without `+demote`, which may stand before or behind what it says of a refit, and whether
+    it was there."""
+    parts = re.split(r"(?=[+-])", policy)
+    if _DEMOTE not in parts:
+        return policy, False
+    parts.remove(_DEMOTE)
+    return "".join(parts), True
+
+
+def _demote_last(policy: str) -> str:
+    rest, demotes = with_demotion(policy)
+    return rest + _DEMOTE if demotes else policy
 
 
 def with_refit(policy: str) -> tuple[str, bool | None]:

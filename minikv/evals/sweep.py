@@ -3,121 +3,37 @@
     context --compute once--> full lanes --copy--> + question --copy--> compress --> answer   (aware)
                                          --copy--> compress --copy--> question, answer     (agnostic)
 
-The evidence that policies want is recorded once, all of it; each policy is shown its part.
+The evidence that policies want is recorded once, all of it; each policy is shown its part. What a further
+question does to a copy: see `copies`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minikv.cache.compress import evidence_for
-from minikv.cache.evidence import Recorded, Recorder
-from minikv.cache.merging import is_merging
-from minikv.cache.policies.base import AnyPolicy, LayerView, MergingPolicy, Policy
+from minikv.cache.evidence import Recorder
 from minikv.cache.policies.profile import HeadProfile
 from minikv.cache.policies.registry import make_policy
 from minikv.cache.showing import joined
-from minikv.config import CacheConfig
-from minikv.evals.answers import Answers, Reference
+from minikv.evals.answers import Answer, Answers, Reference
+from minikv.evals.copies import Copies, Copy, Variant
 from minikv.evals.haystacks import KIND_OF_TASK, Writer
 from minikv.evals.metrics import Measures, measure
-from minikv.evals.plan import FULL, Budget, EvalPlan, with_refit
+from minikv.evals.plan import FULL, Budget, EvalPlan
 from minikv.evals.questions import Dialogue, Haystack, Turn
 from minikv.evals.records import MEASURES, Record
 
 if TYPE_CHECKING:
     from minikv.probe import Probe
 
-# The context, the context with a question, and copies that are compressed and answer together.
-SEQUENCES = 12
-_LOGIT_BYTES = 128 << 20  # of the answers that are computed in one pass
 # Measures of tasks that have not all of them: no answer is right, or only nearness to the full cache counts.
 _APPLY = {"perplexity": ("token_accuracy", "nll"), "fidelity": ("kl", "top1")}
-_MOST_ANSWER = 256  # tokens of questions and answers that a copy has to have room for
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A policy of either kind under a budget."""
-
-    name: str
-    budget: Budget
-    policy: AnyPolicy
-    cache: CacheConfig
-
-
-class _ScoredOnce:
-    """A policy on copies of one context: a layer's scores do not depend on the budget, so they are
-    computed for the first copy only. spared: seconds that this has saved so far."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.name = policy.name
-        self.evidence = policy.evidence
-        self.refit_from = getattr(policy, "refit_from", None)
-        self.allocate = policy.allocate
-        self.spared = 0.0
-        self._policy = policy
-        self._scores: dict[int, tuple[Tensor, float]] = {}
-
-    def score(self, view: LayerView) -> Tensor:
-        if view.layer in self._scores:
-            scores, seconds = self._scores[view.layer]
-            self.spared += seconds
-            return scores
-        started = time.perf_counter()
-        scores = self._policy.score(view)
-        self._scores[view.layer] = scores, time.perf_counter() - started
-        return scores
-
-
-class _MeasuredOnce:
-    """The same of a merging policy and what it measures, which depends on what is protected as well."""
-
-    def __init__(self, policy: MergingPolicy) -> None:
-        self.name = policy.name
-        self.evidence = policy.evidence
-        self.refit_from = getattr(policy, "refit_from", None)
-        self.assign = policy.assign
-        self.merge = policy.merge
-        self.spared = 0.0
-        self._policy = policy
-        self._measured: dict[int, tuple[Tensor, Any, float]] = {}
-
-    def measure(self, view: LayerView, protected: Tensor) -> Any:
-        if view.layer in self._measured:
-            before, measured, seconds = self._measured[view.layer]
-            if torch.equal(before, protected):
-                self.spared += seconds
-                return measured
-        started = time.perf_counter()
-        measured = self._policy.measure(view, protected)
-        self._measured[view.layer] = protected, measured, time.perf_counter() - started
-        return measured
-
-
-_Once = _ScoredOnce | _MeasuredOnce
-
-
-def _once(policy: Any) -> _Once:
-    return _MeasuredOnce(policy) if is_merging(policy) else _ScoredOnce(policy)
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """A compressed copy of a context, and what compressing it did."""
-
-    variant: Variant
-    seq: int
-    unchanged: bool
-    kv_bytes: int
-    full_bytes: int
-    seconds: float
 
 
 def variants_of(plan: EvalPlan, probe: Probe, profile: HeadProfile | None) -> list[Variant]:
@@ -125,8 +41,9 @@ def variants_of(plan: EvalPlan, probe: Probe, profile: HeadProfile | None) -> li
     shape = probe.config
     made = []
     for name in plan.compressing:
+        caches = [plan.cache(name, budget) for budget in plan.budgets]
         policy = make_policy(
-            with_refit(name)[0],
+            caches[0].policy,
             window=plan.window,
             num_layers=shape.num_layers,
             num_query_heads=shape.num_query_heads,
@@ -134,7 +51,8 @@ def variants_of(plan: EvalPlan, probe: Probe, profile: HeadProfile | None) -> li
             profile=profile if "compresskv" in name else None,
             rope=probe.model.rope,
         )
-        made += [Variant(name, budget, policy, plan.cache(name, budget)) for budget in plan.budgets]
+        columns = zip(plan.budgets, caches, strict=True)
+        made += [Variant(name, budget, policy, cache) for budget, cache in columns]
     return made
 
 
@@ -155,7 +73,8 @@ class Sweep:
         self._variants = variants
         self._done = {record.key for record in done}
         self._evidence = joined([evidence_for(variant.policy, variant.cache) for variant in variants])
-        self._answers = Answers(probe)
+        self._copies = Copies(probe)
+        self._answers = Answers(probe, self._copies)
 
     @property
     def kinds(self) -> list[str]:
@@ -232,9 +151,8 @@ class Sweep:
             reference = self._answers.full(asked, dialogue, asked=True)
             yield self._of_full(dialogue, reference, form)
             rows = max(map(len, reference.golds))
-            for group in self._compressed(asked, recorder.result(), variants, rows, copies=1):
-                seqs = [copy.seq for copy in group if not copy.unchanged]
-                answers = self._answers.compressed(seqs, dialogue, reference, asked=True)
+            for group in self._copies.groups(asked, recorder, variants, rows, copies=1):
+                answers = self._answers.compressed(group, dialogue, reference, asked=True)
                 yield self._of_group(group, dialogue, reference, answers, form)
         finally:
             self._probe.close(asked)
@@ -249,61 +167,11 @@ class Sweep:
             yield self._of_full(dialogue, references[dialogue], form)
         wanted = [v for v in self._variants if any(v in variants for variants in missing.values())]
         rows = max(len(gold) for reference in references.values() for gold in reference.golds)
-        for group in self._compressed(base, recorder.result(), wanted, rows, copies=2):
+        for group in self._copies.groups(base, recorder, wanted, rows, copies=2):
             for dialogue, reference in references.items():
-                seqs = [self._probe.fork(copy.seq) for copy in group if not copy.unchanged]
-                try:
-                    answers = self._answers.compressed(seqs, dialogue, reference, asked=False)
-                finally:
-                    for seq in seqs:
-                        self._probe.close(seq)
+                with self._copies.forked(group) as forks:
+                    answers = self._answers.compressed(forks, dialogue, reference, asked=False)
                 yield self._of_group(group, dialogue, reference, answers, form)
-
-    # Copies
-
-    def _compressed(
-        self, source: int, recorded: Recorded, variants: Sequence[Variant], rows: int, copies: int
-    ) -> Iterator[list[_Copy]]:
-        """Compressed copies of a sequence, in groups that can answer `rows` tokens in one pass; they are
-        closed after their turn. copies: sequences that each takes with what is copied from it."""
-        most = min((SEQUENCES - 2) // copies, _LOGIT_BYTES // (4 * rows * self._probe.config.vocab_size))
-        policies = {variant.name: _once(variant.policy) for variant in variants}
-        group: list[_Copy] = []
-        try:
-            for variant in variants:
-                if len(group) >= max(1, most) or (group and not self._room_for(source, group, copies)):
-                    yield group
-                    self._close(group)
-                group.append(self._compress(source, recorded, variant, policies[variant.name]))
-            if group:
-                yield group
-        finally:
-            self._close(group)
-
-    def _compress(self, source: int, recorded: Recorded, variant: Variant, policy: _Once) -> _Copy:
-        spared = policy.spared
-        seq = self._probe.fork(source)
-        try:
-            report = self._probe.compress(seq, policy, variant.cache, recorded)
-        except BaseException:
-            self._probe.close(seq)
-            raise
-        before, after = report.bytes
-        unchanged = report.entries[0] == report.entries[1]
-        # A copy for which nothing was scored has to be charged what its scores would have taken.
-        seconds = report.seconds + policy.spared - spared
-        return _Copy(variant, seq, unchanged, after, before, seconds)
-
-    def _room_for(self, source: int, group: list[_Copy], copies: int) -> bool:
-        """Whether another full copy fits beside a group and all that is yet to come of it."""
-        store = self._probe.store
-        held = sum(store.pages_of(copy.seq) for copy in group)
-        answers = (len(group) + 1) * store.pages_for(_MOST_ANSWER)
-        return store.pool.num_free >= store.pages_of(source) + (copies - 1) * held + answers
-
-    def _close(self, group: list[_Copy]) -> None:
-        while group:
-            self._probe.close(group.pop().seq)
 
     # Records
 
@@ -318,24 +186,25 @@ class Sweep:
 
     def _of_group(
         self,
-        group: Sequence[_Copy],
+        group: Sequence[Copy],
         dialogue: Dialogue,
         reference: Reference,
-        answers: list[list[Tensor]],
+        answers: list[list[Answer]],
         form: _Form,
     ) -> list[Record]:
-        """Records of copies; `answers` per turn are those of the copies that are not unchanged."""
+        """Records of copies; `answers` per turn, of each copy."""
         found = []
-        left = [iter(of_turn) for of_turn in answers]
-        for copy in group:
-            held = {"kv_bytes": copy.kv_bytes, "full_bytes": copy.full_bytes, "compress_s": copy.seconds}
+        for place, copy in enumerate(group):
             name, budget = copy.variant.name, copy.variant.budget
             for number, turn in enumerate(dialogue.turns, 1):
-                # What nothing was taken from is the full cache, and answers like it.
-                logits = None if copy.unchanged else next(left[number - 1])
-                measures = _measures(reference, number, logits)
+                answer = answers[number - 1][place]
+                held = {"kv_bytes": answer.held.kv_bytes, "full_bytes": answer.held.full_bytes}
+                measures = _measures(reference, number, answer.logits)
                 for task in self._tasks(dialogue):
-                    found.append(form.record(task, turn, number, name, budget, measures, **held))
+                    record = form.record(
+                        task, turn, number, name, budget, measures, **held, compress_s=answer.held.seconds
+                    )
+                    found.append(record)
         return found
 
 

@@ -310,16 +310,10 @@ class Scheduler:
         """Give a request a new sequence with all entries of its first `num_tokens` tokens, in the place of
         what it has; False, changing nothing, if they cannot be had."""
         below = request.course.below
-        if below is None or not below.covers(num_tokens):
+        seq = None if below is None else below.restore(self.store, request.seq, num_tokens)
+        if seq is None:
             return False
-        spans = below.spans(num_tokens)
-        if spans is None:
-            return False
-        if request.seq is not None:
-            self.store.close(request.seq)
-        request.seq = self.store.open()
-        if not below.fill(self.store, request.seq, spans, num_tokens):
-            raise AssertionError("the caller must make room for what is put back")
+        request.seq = seq
         request.num_computed = request.num_reused = num_tokens
         self.num_restored += 1
         return True

@@ -1,7 +1,7 @@
 """What a conversation held before it was compressed, kept in the tiers below the pool.
 
 lanes, before each compression --> add: copies, in spans of one layer each --> tiers
-tiers, when the next turn begins --> spans --> fill: a new sequence that holds everything again
+tiers, when the next turn begins --> spans --> restore: a new sequence that holds everything again
 
 Entries go down once, as they were computed, and are never made of what a policy has left: to select again
 and again loses nothing more, and what was merged is whole when it is put back.
@@ -112,6 +112,19 @@ class Below:
                 return None
             spans.append(span)
         return spans
+
+    def restore(self, store: LaneStore, seq: int | None, num_tokens: int) -> int | None:
+        """A new sequence with all entries of the first `num_tokens` tokens, in the place of `seq`, which is
+        closed; None, changing nothing, if they cannot be had. The caller has made room for them."""
+        spans = self.spans(num_tokens) if self.covers(num_tokens) else None
+        if spans is None:
+            return None
+        if seq is not None:
+            store.close(seq)
+        seq = store.open()
+        if not self.fill(store, seq, spans, num_tokens):
+            raise AssertionError("the caller must make room for what is put back")
+        return seq
 
     def fill(self, store: LaneStore, seq: int, spans: list[Span], num_tokens: int) -> bool:
         """Put what `spans` gave for `num_tokens` tokens into an empty sequence; False if pages are short."""
