@@ -61,7 +61,7 @@ class CacheConfig:
     window: last content tokens of a prompt whose queries policies read.
     evicted: `drop` forgets what does not stay; `demote` keeps the entries as they were in the tiers below the
         pool, and at the next turn of a conversation the policy chooses again among all of them; a request
-        that has no next turn just drops them.
+        that has no next turn just drops them. Needs prefill `exact`.
     prefill: `exact` holds the full prompt until its end and compresses once; `streaming` compresses
         while it goes, so that a prompt needs no more memory than budget and chunk, at some loss.
     decode_slack: entries per lane above the budget at which a decoding sequence is compressed again;
@@ -98,6 +98,11 @@ class CacheConfig:
             _positive("decode_slack", self.decode_slack)
         _one_of("evicted", self.evicted, ("drop", "demote"))
         _one_of("prefill", self.prefill, ("exact", "streaming"))
+        if self.evicted == "demote" and self.prefill == "streaming":
+            raise ConfigError(
+                "evicted demote puts back everything before a question is read, which prefill streaming is "
+                "there to avoid; use prefill exact, or evicted drop."
+            )
         if self.refit is not None and not isinstance(self.refit, bool):
             raise ConfigError(f"refit must be true, false or none, not {shown(self.refit)}.")
         object.__setattr__(self, "pinned", check_ranges("pinned", self.pinned))

@@ -323,6 +323,8 @@ class Engine:
     def _demote(self, request: Request, retention: Retention) -> None:
         """Keep what the lanes hold below the pool, before a compression, if there can be a next turn."""
         course = request.course
+        if not retention.demotes:
+            course.forget_below()  # what this turn drops is missing there
         if self.storage is None or not retention.demotes or request.lanes is None:
             return
         assert request.seq is not None

@@ -116,7 +116,7 @@ class LLM:
             keys_transposed=loaded.kernels.keys_transposed,
             find_profile=ProfileFinder(loaded),
             # Weights in other bits, or other kernels, make other rows.
-            fingerprint=f"{loaded.fingerprint} {weights} {loaded.kernels.name}",
+            fingerprint=f"{loaded.fingerprint} {weights} {loaded.kernels.name} {loaded.instructions}",
         )
         self.name = loaded.name
         self.config = loaded.config

@@ -38,6 +38,11 @@ class LoadedModel:
     kv_dtype: torch.dtype
     page_size: int
 
+    @property
+    def instructions(self) -> str:
+        """The instruction set of compiled kernels; "" of others."""
+        return getattr(self.kernels, "isa", "")
+
 
 def load_model(
     model: str | os.PathLike[str],

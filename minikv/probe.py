@@ -224,10 +224,13 @@ class Probe:
         num_tokens = self._num_tokens[seq]
         self.demote(seq, below)
         self._check_pages(self.store.pages_for(num_tokens) - self.store.pages_of(seq))
-        restored = below.restore(self.store, seq, num_tokens)
-        if restored is None:
+        spans = below.spans(num_tokens)
+        if spans is None:
             raise RequestError("What was demoted cannot be read any more.")
-        del self._num_tokens[seq]
+        self.close(seq)
+        restored = below.restore(self.store, spans, num_tokens)
+        if restored is None:
+            raise RequestError("There is not enough memory to put back what was demoted.")
         self._num_tokens[restored] = num_tokens
         return restored
 

@@ -6,50 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from demoting import KINDS, WARM, Talk, demoting
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keeping import LANES, POLICIES, keep
-from tiny import Collector, drain, greedy, hot_bytes, prompt, tiny_decoder, tiny_engine
+from keeping import LANES, keep
+from tiny import drain, greedy, hot_bytes, prompt, tiny_decoder, tiny_engine
 
 from minikv.config import TierConfig
 from minikv.scheduler.request import Lanes
-
-WARM = TierConfig(warm="64MiB")
-KINDS = [name for name in POLICIES if "compresskv" not in name]
 
 
 @pytest.fixture(scope="module")
 def decoder():
     return tiny_decoder()
-
-
-def demoting(policy="snapkv", budget=14, **options):
-    return keep(policy, budget, evicted="demote", **options)
-
-
-class Talk:
-    """A conversation on an engine, turn by turn."""
-
-    def __init__(self, engine, cache):
-        self.engine, self.cache = engine, cache
-        self.lanes, self.history = Lanes(), []
-
-    def ask(self, seed, size=23, answer=7, steps=None, cache=None):
-        """Say `size` new tokens; with `steps`, preempt after so many."""
-        self.history += prompt(size, seed=seed)
-        (request,) = self.engine.add(
-            self.history, greedy(answer), lanes=self.lanes, cache=cache or self.cache
-        )
-        collector = Collector()
-        if steps is not None:
-            for _ in range(steps):
-                collector.take(self.engine.step())
-            if self.engine.scheduler.running:
-                self.engine.scheduler._preempt(self.engine.scheduler.running[0], {})
-        drain(self.engine, collector)
-        said = collector.tokens[request]
-        self.history += said
-        return said, collector.finished[request].request
 
 
 def full_rows(engine, lanes):
@@ -100,7 +69,7 @@ def test_what_is_put_back_is_bit_for_bit_what_was_computed(decoder):
 
 
 @pytest.mark.parametrize("policy", KINDS)
-@pytest.mark.parametrize("options", [{}, {"decode_slack": 3}, {"prefill": "streaming"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"decode_slack": 3}], ids=str)
 def test_the_second_answer_depends_on_how_little_is_kept_only_through_its_own_selection(
     decoder, policy, options
 ):
@@ -113,8 +82,7 @@ def test_the_second_answer_depends_on_how_little_is_kept_only_through_its_own_se
         _, request = talk.ask(2, size=9, answer=1, cache=demoting(policy, 10_000, **options))
         assert request.num_reused == 24 - 1
         said.append(talk.history)
-    if options.get("prefill") != "streaming":
-        assert said[0][-1] == said[1][-1]
+    assert said[0][-1] == said[1][-1]
 
 
 @pytest.mark.parametrize("policy", KINDS)

@@ -367,6 +367,25 @@ def test_where_memory_runs_out_the_prompt_is_computed(decoder, monkeypatch, name
     assert engine.storage.report()["prefix_hits"] == found
 
 
+def test_rows_that_are_no_numbers_are_not_published(decoder):
+    engine = tiny_engine(decoder, tiers=WARM)
+
+    class Faulty(Counting):
+        def forward(self, batch):
+            logits = super().forward(batch)
+            if self.rows == len(DOCUMENT):
+                engine.store.pool.values[1:] = torch.nan
+                logits *= torch.nan
+            return logits
+
+    engine.model = Faulty(decoder)
+    (failing,) = engine.add(DOCUMENT, greedy())
+    assert drain(engine).reason(failing) == "error"
+    engine.store.pool.values.zero_()
+    expected = apart(decoder, [DOCUMENT])
+    assert run_all(engine, [DOCUMENT]) == (expected, [0])
+
+
 def test_who_shares_nothing_goes_ahead(decoder):
     engine = tiny_engine(decoder, tiers=WARM, prefill_chunk=8, max_batch_tokens=16)
     (first,) = engine.add(DOCUMENT + question(0), greedy(2))

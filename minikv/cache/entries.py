@@ -48,6 +48,12 @@ class Entries:
     def __len__(self) -> int:
         return len(self.counts)
 
+    def before(self, position: int) -> Entries:
+        """Those of tokens before `position`."""
+        kept = self.rows.positions < position
+        lane = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)[kept]
+        return Entries(self.rows.at(kept), self.counts[kept], lane.bincount(minlength=len(self.lengths)))
+
     def lane(self, index: int) -> Entries:
         """One lane alone."""
         end = int(self.lengths[: index + 1].sum())

@@ -109,7 +109,7 @@ class Copies:
             for copy, fork in zip(group, forks, strict=False):
                 self._probe.close(fork.seq)
                 if copy.below is not None:
-                    copy.below.cut(self._probe.num_tokens(copy.seq))
+                    copy.below.cut(self._probe.num_tokens(copy.seq), held=True)
 
     def begin(self, copy: Copy, question: Ids, suffix: Ids) -> None:
         """Begin a further turn of a copy that demotes as the engine does: with everything put back, compute

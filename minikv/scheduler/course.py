@@ -164,6 +164,7 @@ class Course:
         if turn is None or not turn.restored or self.below is None or not self.below.covers(num_tokens):
             return False
         place = self.turns.index(turn)
+        assert place, "nothing was put back for the first turn"
         for later in self.turns[place:]:
             later.recorder = None
         self.turns[place - 1].recorder = None if turn.before is None else turn.before.copy()
@@ -173,7 +174,7 @@ class Course:
     def stop(self, num_tokens: int) -> None:
         """End after `num_tokens` tokens; what was to be done again and was not is forgotten."""
         del self.compressions[self.done :]
-        self.cut(num_tokens)
+        self.cut(num_tokens, held=True)
 
     def restart(self) -> None:
         """Begin again with empty lanes, and with nothing below them."""
@@ -202,10 +203,10 @@ class Course:
         turn = next((t for t in self.turns if t.start < num_tokens < t.num_prompt), None)
         return num_tokens if turn is None or turn.retention.keeps_all else turn.start
 
-    def cut(self, num_tokens: int) -> None:
-        """Forget all that happened after the first `num_tokens` tokens."""
+    def cut(self, num_tokens: int, held: bool) -> None:
+        """Forget all that happened after the first `num_tokens` tokens. held: there are lanes."""
         if self.below is not None:
-            self.below.cut(num_tokens)
+            self.below.cut(num_tokens, held)
         self.turns = [turn for turn in self.turns if turn.start < num_tokens]
         for turn in self.turns:
             if turn.recorder is not None:

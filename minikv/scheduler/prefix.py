@@ -289,6 +289,8 @@ class Prefixes:
         written = bool(missing)
         for layer in missing:
             entries = self._lanes.take(request.seq, layer, chosen)
+            if not all(bool(torch.isfinite(rows).all()) for rows in (entries.rows.keys, entries.rows.values)):
+                return False  # the request is about to fail
             if not self._write(self._storage.exact.encode(entries, Owner(key, layer), end), held):
                 return False
         if plan.traces is not None and index < plan.num_traced:

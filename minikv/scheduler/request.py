@@ -50,7 +50,13 @@ class Lanes:
     @property
     def holds(self) -> bool:
         """Whether there are entries to go on from, in the pool or below it."""
-        return self.seq is not None or self.swapped is not None
+        return self.seq is not None or self.swapped is not None or self.are_below
+
+    @property
+    def are_below(self) -> bool:
+        """Whether all that was computed of them is below the pool, whatever the pool holds."""
+        below = self.course.below
+        return below is not None and bool(self.token_ids) and below.covers(len(self.token_ids))
 
     def forget(self) -> None:
         """Forget the tokens and how their entries, which are gone, came to be."""

@@ -43,7 +43,7 @@ class Room:
         below = lanes.course.below
         if below is None or below.lost or not request.retention.demotes or request.repeats:
             return False
-        known = lanes.seq is not None or below.covers(len(lanes.token_ids))
+        known = lanes.seq is not None or lanes.swapped is not None or lanes.are_below
         return known and self._store.pages_for(len(request.tokens)) <= self._store.pool.num_pages
 
     def ahead(self, request: Request) -> int:
@@ -61,8 +61,11 @@ class Room:
         if not course.turns and lanes is not None:
             past, start, course = lanes.pages, len(lanes.token_ids), lanes.course
         keeps_all = request.retention.keeps_all
-        if (keeps_all and not course.compressions) or request.restored:
+        if keeps_all and not course.compressions:
             return everything
+        if request.restored:
+            # What it says comes after the compression, as in any other turn.
+            return max(course.peak, min(everything, self._store.pages_for(request.num_prompt)))
         bound = self._store.pages_for((len(request.tokens) if keeps_all else request.num_prompt) - start)
         if past:
             bound += past + self._store.num_lanes

@@ -127,9 +127,15 @@ class Scheduler:
         if lanes is not None:
             lanes.busy = False
             if keep_lanes and (seq is not None or swapped is not None):
-                self._leave(request, lanes, seq, swapped)
+                if self._leave_below(request, lanes):
+                    self._close(seq, swapped)
+                else:
+                    self._leave(request, lanes, seq, swapped)
                 return
         request.course.forget_below()
+        self._close(seq, swapped)
+
+    def _close(self, seq: int | None, swapped: Swapped | None) -> None:
         if seq is not None:
             self.store.close(seq)
         elif swapped is not None:
@@ -153,9 +159,26 @@ class Scheduler:
         lanes.prompt_logits = request.prompt_logits
         lanes.course.stop(request.num_computed)
 
+    def _leave_below(self, request: Request, lanes: Lanes) -> bool:
+        """Leave to lanes what is below the pool of a request that ends before anything was compressed of what
+        was put back for it; False, changing nothing, for others. The pool could seldom hold all of that and
+        another question, and never has to."""
+        if not request.restored:
+            return False
+        course, turn = request.course, request.course.turns[-1]
+        start = turn.start
+        if any(c.turn is turn for c in course.compressions[: course.done]) or not course.rewind(start):
+            return False
+        lanes.token_ids, lanes.course, lanes.pages = request.tokens[:start], course, request.past_pages
+        lanes.prompt_logits = None
+        course.cut(start, held=False)
+        self.swap.hand_over(None, lanes)
+        return True
+
     def bring_back(self, lanes: Lanes) -> bool:
-        """Put demoted lanes back into the pool, among the idle; False, with nothing lost of them, if there is
-        no room even if those of others make way. Lanes that turn out to be lost are as if reclaimed."""
+        """Put lanes that were demoted whole back into the pool, among the idle; False, with nothing lost of
+        them, if there is no room even if those of others make way. Lanes that turn out to be lost are as if
+        reclaimed."""
         self._release_abandoned()
         if lanes.swapped is None:
             return True
@@ -308,12 +331,17 @@ class Scheduler:
 
     def _put_back(self, request: Request, num_tokens: int) -> bool:
         """Give a request a new sequence with all entries of its first `num_tokens` tokens, in the place of
-        what it has; False, changing nothing, if they cannot be had."""
+        what it has. False if they cannot be had: it then has what it had, or no sequence."""
         below = request.course.below
-        seq = None if below is None else below.restore(self.store, request.seq, num_tokens)
-        if seq is None:
+        spans = None if below is None else below.spans(num_tokens)
+        if below is None or spans is None:
             return False
-        request.seq = seq
+        if request.seq is not None:
+            self.store.close(request.seq)
+        request.num_computed = request.num_reused = 0
+        request.seq = below.restore(self.store, spans, num_tokens)
+        if request.seq is None:
+            return False
         request.num_computed = request.num_reused = num_tokens
         self.num_restored += 1
         return True
@@ -359,7 +387,9 @@ class Scheduler:
         common = _common_prefix(lanes.token_ids, request.tokens)
         if self.reuse_limit is not None and request.num_prompt > self.reuse_limit:
             common = 0
-        request.repeats = common == request.num_prompt and request.is_last_turn_of(lanes.course)
+        # Where all of them is below, the last turn is begun again instead.
+        there = lanes.seq is not None or lanes.swapped is not None or lanes.course.below is None
+        request.repeats = there and common == request.num_prompt and request.is_last_turn_of(lanes.course)
         if not request.repeats:
             # The last token is always computed: its logits are wanted.
             common = lanes.course.start_of_question(min(common, request.num_prompt - 1))
@@ -371,12 +401,12 @@ class Scheduler:
                 lanes.course.restart()
         elif lanes.seq is not None:
             self.store.truncate(lanes.seq, common)
-        elif lanes.swapped is not None and common:
+        elif lanes.swapped is not None:
             lanes.swapped.end = common
-        else:
-            self.swap.drop(lanes)
         del lanes.token_ids[common:]
-        lanes.course.cut(common)
+        lanes.course.cut(common, held=lanes.seq is not None or lanes.swapped is not None)
+        if lanes.seq is None:
+            self.swap.keep_or_drop(lanes)
 
     # Running short
 
@@ -412,9 +442,9 @@ class Scheduler:
         covered = below is not None and below.covers(num_tokens)
         swapped = None if covered else self.swap.demote(lanes.seq)
         self._give_up(lanes)
-        if swapped is not None:
+        if swapped is not None or covered:
             self.swap.hand_over(swapped, lanes)
-        elif not covered:
+        else:
             lanes.lose()
         self.num_reclaimed += 1
 

@@ -20,7 +20,6 @@ import torch
 from minikv.cache.lanes import LaneStore
 from minikv.cache.tiers.base import Handle
 from minikv.cache.tiers.moves import put_back, spans_of
-from minikv.cache.tiers.span import Span
 from minikv.cache.tiers.storage import Storage
 from minikv.once import Once
 
@@ -53,8 +52,9 @@ class Swapped:
 class Swap:
     """Moves sequences between a pool and the tiers below it; where there are none, nothing is moved.
 
-    demoted: idle lanes that are below the pool, those that have been there for longest first. They make way
-    for what is demoted later, unless a request waits for them.
+    demoted: idle lanes that are below the pool, as a copy of what they were or with what their conversation
+    demotes anyway; those that have been there for longest first. They make way for what is demoted later,
+    unless a request waits for them.
     """
 
     def __init__(self, store: LaneStore, storage: Storage | None, once: Once) -> None:
@@ -62,6 +62,8 @@ class Swap:
         self._store = store
         self._storage = storage
         self._once = once
+        if storage is not None:
+            storage.make_way = self._make_way
 
     # Down
 
@@ -98,7 +100,7 @@ class Swap:
         handles: list[Handle] = []
         try:
             for span in spans_of(store, seq, every, storage.new_key(), storage.exact, _MOST_ROWS):
-                handle = self._keep(span, storage)
+                handle = storage.keep(span)
                 if handle is None:
                     break
                 handles.append(handle)
@@ -109,15 +111,13 @@ class Swap:
         storage.forget(handles)
         return None
 
-    def _keep(self, span: Span, storage: Storage) -> Handle | None:
-        """Keep a span, for which idle lanes make way."""
-        while (handle := storage.keep(span)) is None:
-            oldest = next((lanes for lanes in self.demoted if not lanes.busy), None)
-            if oldest is None:
-                return None
-            self.drop(oldest)
-            oldest.lose()
-        return handle
+    def _make_way(self) -> bool:
+        oldest = next((lanes for lanes in self.demoted if not lanes.busy), None)
+        if oldest is None:
+            return False
+        self.drop(oldest)
+        oldest.lose()
+        return True
 
     # Up
 
@@ -174,10 +174,18 @@ class Swap:
 
     # Idle lanes
 
-    def hand_over(self, swapped: Swapped, lanes: Lanes) -> None:
-        """Give a demoted sequence to lanes that have none."""
+    def hand_over(self, swapped: Swapped | None, lanes: Lanes) -> None:
+        """Give a demoted sequence to lanes that have none; None if they are below the pool without it."""
         lanes.swapped = swapped
         self.demoted.append(lanes)
+
+    def keep_or_drop(self, lanes: Lanes) -> None:
+        """See that lanes without a sequence are among the demoted if, and only if, there is something of them
+        below the pool."""
+        if not lanes.token_ids or not lanes.holds:
+            self.drop(lanes)
+        elif lanes not in self.demoted:
+            self.demoted.append(lanes)
 
     def restore_lanes(self, lanes: Lanes) -> int | None:
         """The sequence of demoted lanes, which have none any more; None if there is none. Lanes of which
@@ -198,6 +206,6 @@ class Swap:
 
     def _taken(self, lanes: Lanes) -> Swapped | None:
         swapped, lanes.swapped = lanes.swapped, None
-        if swapped is not None:
+        if lanes in self.demoted:
             self.demoted.remove(lanes)
         return swapped

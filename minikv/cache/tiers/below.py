@@ -70,7 +70,21 @@ class Below:
             return
         if not self._parts:
             _LOG.info("KV entries that do not stay are demoted from here on.")
-        start, handles = self.end, []
+        handles: list[Handle] = []
+        try:
+            whole = self._copy(store, seq, num_tokens, handles)
+        except (MemoryError, RuntimeError):  # torch's way to say that memory is short
+            _LOG.debug("a demotion failed", exc_info=True)
+            whole = False
+        if whole:
+            self._parts.append(_Part(num_tokens, handles))
+        else:
+            self.storage.forget(handles)
+            self._lose("the warm and cold tiers have no room for it; raise --kv-warm or --kv-cold")
+
+    def _copy(self, store: LaneStore, seq: int, num_tokens: int, handles: list[Handle]) -> bool:
+        """Note spans of the next part, as far as there is room; False if that is not all."""
+        start = self.end
         # Lanes may have been compressed before anything was to be demoted.
         merged_end = 0 if start else store.merged_end(seq)
         for layer in range(store.lane_shape[0]):
@@ -79,11 +93,9 @@ class Below:
             span = self.storage.sparing.encode(entries, Owner(self._key, layer), num_tokens, merged_end)
             handle = self.storage.keep(span)
             if handle is None:
-                self.storage.forget(handles)
-                self._lose("the warm and cold tiers have no room for it; raise --kv-warm or --kv-cold")
-                return
+                return False
             handles.append(handle)
-        self._parts.append(_Part(num_tokens, handles))
+        return True
 
     def resume(self, parts: list[tuple[int, list[Span]]]) -> bool:
         """Take the parts of another, with the spans that it gave; False, with nothing kept, if there is no
@@ -100,7 +112,10 @@ class Below:
         return True
 
     def spans(self, num_tokens: int) -> list[Span] | None:
-        """Those of the first `num_tokens` tokens; None, and lost, if one of them is not there any more."""
+        """Those of the first `num_tokens` tokens, once all is known of them; None, and lost, if one of them
+        is not there any more."""
+        if not self.covers(num_tokens):
+            return None
         handles = [handle for part in self._parts if part.end <= num_tokens for handle in part.handles]
         for handle in handles:
             self.storage.tiers.fetch(handle)
@@ -113,30 +128,62 @@ class Below:
             spans.append(span)
         return spans
 
-    def restore(self, store: LaneStore, seq: int | None, num_tokens: int) -> int | None:
-        """A new sequence with all entries of the first `num_tokens` tokens, in the place of `seq`, which is
-        closed; None, changing nothing, if they cannot be had. The caller has made room for them."""
-        spans = self.spans(num_tokens) if self.covers(num_tokens) else None
-        if spans is None:
-            return None
-        if seq is not None:
-            store.close(seq)
+    def restore(self, store: LaneStore, spans: list[Span], num_tokens: int) -> int | None:
+        """A new sequence with what `spans` gave for `num_tokens` tokens, for which the caller has made room;
+        None, and lost, if memory is short."""
         seq = store.open()
-        if not self.fill(store, seq, spans, num_tokens):
-            raise AssertionError("the caller must make room for what is put back")
+        try:
+            enough = self.fill(store, seq, spans, num_tokens)
+        except (MemoryError, RuntimeError):
+            _LOG.debug("what was demoted could not be put back", exc_info=True)
+            store.close(seq)
+            self._lose("there is not enough memory to put it back")
+            return None
+        assert enough, "the caller must make room for what is put back"
         return seq
 
     def fill(self, store: LaneStore, seq: int, spans: list[Span], num_tokens: int) -> bool:
         """Put what `spans` gave for `num_tokens` tokens into an empty sequence; False if pages are short."""
         return put_back(store, seq, spans, self.storage.sparing, num_tokens)
 
-    def cut(self, num_tokens: int) -> None:
-        """Forget all tokens after the first `num_tokens`, and parts that reach further: lanes that are still
-        there hold the rest of these as it was, since nothing is compressed within a part."""
+    def cut(self, num_tokens: int, held: bool) -> None:
+        """Forget all tokens after the first `num_tokens`. held: lanes are still there, which hold what the
+        part that reaches further has of the first ones as it was, since nothing is compressed within a part;
+        without them, that is kept."""
         kept = [part for part in self._parts if part.end <= num_tokens]
-        for part in self._parts[len(kept) :]:
-            self.storage.forget(part.handles)
+        cut = self._parts[len(kept) :]
         self._parts = kept
+        if cut and not held and self.end < num_tokens:
+            self._shorten(cut.pop(0), num_tokens)
+        for part in cut:
+            self.storage.forget(part.handles)
+
+    def _shorten(self, part: _Part, end: int) -> None:
+        """Put the beginning of a part in its place."""
+        handles: list[Handle] = []
+        try:
+            whole = all(self._shorten_span(handle, end, handles) for handle in part.handles)
+        except (MemoryError, RuntimeError):
+            _LOG.debug("what was demoted could not be cut", exc_info=True)
+            whole = False
+        if whole:
+            self._parts.append(_Part(end, handles))
+        else:
+            self.storage.forget((*part.handles, *handles))
+            self._lose("it cannot be read any more, or there is no room to cut it")
+
+    def _shorten_span(self, handle: Handle, end: int, handles: list[Handle]) -> bool:
+        """Keep the beginning of a span, which is gone, and note it; False if that cannot be."""
+        span = self.storage.tiers.read(handle)
+        if span is None:
+            return False
+        self.storage.forget([handle])
+        entries = self.storage.sparing.decode(span).before(end)
+        shorter = self.storage.sparing.encode(entries, span.owner, end, span.header.merged_end)
+        kept = self.storage.keep(shorter)
+        if kept is not None:
+            handles.append(kept)
+        return kept is not None
 
     def forget(self) -> None:
         """Give up all spans."""

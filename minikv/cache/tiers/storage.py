@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -34,7 +34,8 @@ class Storage:
     or of everybody, written to `tiers` and released there.
 
     exact: makes spans whose rows are bit for bit those of the pool. sparing: spans within the error that the
-    configuration allows. num_swapped, num_restored: sequences that left the pool whole for the tiers, and
+    configuration allows. make_way: gives up what an idle sequence has in the tiers; False if none has
+    anything. num_swapped, num_restored: sequences that left the pool whole for the tiers, and
     that came back from there.
     """
 
@@ -43,6 +44,7 @@ class Storage:
         self.exact = Encoder(fingerprint, rope)
         self.sparing = Encoder(fingerprint, rope, config.error)
         self.prefixes = PrefixCounters()
+        self.make_way: Callable[[], bool] | None = None
         self._own: set[Handle] = set()
         self._run = os.urandom(16)
         self._keys = 0
@@ -65,8 +67,9 @@ class Storage:
         return owner_key("sequence", self._run, str(self._keys))
 
     def keep(self, span: Span) -> Handle | None:
-        """Keep a span of a sequence; None if there is no room."""
-        handle = self.tiers.write(span)
+        """Keep a span of a sequence, for which idle ones make way; None if there is no room."""
+        fits = span.nbytes <= self.tiers.limit
+        handle = self.tiers.write(span, self.make_way if fits else None)
         if handle is not None:
             self._own.add(handle)
         return handle

@@ -113,9 +113,18 @@ class Tiers:
 
     # Spans
 
-    def write(self, span: Span) -> Handle | None:
-        """Keep a span, in warm if it can be, and else in cold; None if there is no room in either."""
+    def write(self, span: Span, make_way: Callable[[], bool] | None = None) -> Handle | None:
+        """Keep a span, in warm if it can be, and else in cold; None if there is no room in either, not even
+        after `make_way` has given up something for it, as often as it can."""
         place = self._new_place(span)
+        while not self._put(place, span):
+            if make_way is None or not make_way():
+                self.counters.refused += 1
+                return None
+        self._add(place)
+        return place.handle
+
+    def _put(self, place: _Place, span: Span) -> bool:
         if self._room_in_warm(span.nbytes):
             self._put_warm(place, span, clean=False)
             if self.warm.nbytes > _AHEAD * self.warm.limit:
@@ -124,11 +133,7 @@ class Tiers:
             self._saved(
                 place, self._in_cold(ColdTier.write, span).result() if self.cold is not None else None
             )
-        if place.warm is None and place.cold is None:
-            self.counters.refused += 1
-            return None
-        self._add(place)
-        return place.handle
+        return place.warm is not None or place.cold is not None
 
     def read(self, handle: Handle) -> Span | None:
         """The span; None if it is lost or was dropped. What comes from cold stays in warm as well if clean
