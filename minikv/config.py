@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 WITHOUT_POLICY = {"budget": None, "decode_slack": None, "prefill": "exact", "evicted": "drop"}
+_LEAST_BELOW = 1000  # bytes; a smaller tier lacks its unit
 _SHORT = 64  # tokens of a prompt that a large window does not keep whole any more
 
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
@@ -187,9 +188,9 @@ class TierConfig:
         if self.hot is not None:
             parse_size(self.hot, "kv_hot")
         if self.warm is not None:
-            parse_size(self.warm, "kv_warm")
+            _check_room(parse_size(self.warm, "kv_warm"), "kv_warm", self.warm)
         if self.cold is not None:
-            _path_and_size(self.cold)
+            _check_room(_path_and_size(self.cold)[1], "the size in kv_cold", self.cold)
         if isinstance(self.error, bool) or not isinstance(self.error, int | float) or not 0 <= self.error < 1:
             raise ConfigError(f"kv_error must be a number from 0 to below 1, not {shown(self.error)}.")
         if not isinstance(self.prefixes, bool):
@@ -214,6 +215,11 @@ class TierConfig:
     def cold_file(self) -> tuple[str, int] | None:
         """Path and ceiling in bytes of the cold tier, None without one."""
         return None if self.cold is None else _path_and_size(self.cold)
+
+
+def _check_room(size: int, option: str, value: Any) -> None:
+    if size < _LEAST_BELOW:
+        raise ConfigError(f'{option} must be at least 1 kB, not {shown(value)}; give a unit, such as "1GiB".')
 
 
 def _path_and_size(value: Any) -> tuple[str, int]:

@@ -17,7 +17,7 @@ import pytest
 from cli_tools import ROOT, write_tiny_model
 from session_tools import PARAMS, begun, keep, load
 
-from minikv import SessionError
+from minikv import SessionError, TierConfig
 from minikv.sessions import replacing
 
 
@@ -184,12 +184,12 @@ SAVING = """
 import os, signal, sys
 from pathlib import Path
 from minikv import LLM, CacheConfig, SamplingParams, TierConfig
-model, path = sys.argv[1:]
+model, path, evicted = sys.argv[1:]
 params = SamplingParams(max_tokens=9, ignore_eos=True)
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-with LLM(model, backend="torch", threads=1, tiers=TierConfig(hot="4MiB")) as llm:
+with LLM(model, backend="torch", threads=1, tiers=TierConfig(hot="4MiB", warm="4MiB")) as llm:
     sessions = []
-    for cache in (None, CacheConfig(policy="snapkv", budget=40)):
+    for cache in (None, CacheConfig(policy="snapkv", budget=40, evicted=evicted)):
         session = llm.chat_session("Be brief.", cache=cache)
         for question in ("Hello", "Tell me of the sea", "Go on")[: 2 + (cache is not None)]:
             session.send(question, params)
@@ -206,11 +206,12 @@ with LLM(model, backend="torch", threads=1, tiers=TierConfig(hot="4MiB")) as llm
 """
 
 
-def save_and_kill(llm, model: Path, folder: Path, times: int) -> None:
-    """Kill a saving process that many times; each time one of its two sessions has to load."""
+def save_and_kill(llm, model: Path, folder: Path, times: int, evicted: str) -> None:
+    """Kill a saving process that many times; each time one of its two sessions has to load, and the second
+    with what was demoted of it, if anything was."""
     path = folder / "talk"
     parent = subprocess.Popen(
-        [sys.executable, "-c", SAVING, str(model), str(path)],
+        [sys.executable, "-c", SAVING, str(model), str(path), evicted],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -236,6 +237,8 @@ def save_and_kill(llm, model: Path, folder: Path, times: int) -> None:
             with llm.load_session(path) as loaded:
                 seen.add(len(loaded.messages))
                 assert len(loaded.messages) in (5, 7)
+                below = bool(llm.engine.storage._own)
+                assert below == (evicted == "demote" and len(loaded.messages) == 7)
                 assert loaded.send("And now?", PARAMS).usage.reused_tokens > 40
         assert len(os.listdir(folder)) <= 2
     finally:
@@ -253,10 +256,21 @@ def _runs(process: int) -> bool:
     return True
 
 
-def test_kill_9_at_any_moment_leaves_the_old_or_the_new_session(llm, model, tmp_path):
-    save_and_kill(llm, model, tmp_path, 10)
+@pytest.fixture(scope="module")
+def tiered(model):
+    with load(model, tiers=TierConfig(hot="4MiB", warm="4MiB")) as llm:
+        yield llm
+
+
+evictions = pytest.mark.parametrize("evicted", ["drop", "demote"])
+
+
+@evictions
+def test_kill_9_at_any_moment_leaves_the_old_or_the_new_session(tiered, model, tmp_path, evicted):
+    save_and_kill(tiered, model, tmp_path, 10, evicted)
 
 
 @pytest.mark.slow
-def test_kill_9_at_fifty_moments_leaves_the_old_or_the_new_session(llm, model, tmp_path):
-    save_and_kill(llm, model, tmp_path, 50)
+@evictions
+def test_kill_9_at_fifty_moments_leaves_the_old_or_the_new_session(tiered, model, tmp_path, evicted):
+    save_and_kill(tiered, model, tmp_path, 50, evicted)

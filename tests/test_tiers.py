@@ -404,3 +404,9 @@ def test_a_cold_tier_without_path_or_size_is_refused(cold):
 def test_a_warm_tier_of_no_size_is_refused():
     with pytest.raises(ConfigError, match="kv_warm"):
         TierConfig(warm=0)
+
+
+@pytest.mark.parametrize("options", [{"warm": "2"}, {"warm": 999}, {"cold": "kv.cold:2"}])
+def test_a_tier_too_small_for_anything_is_refused_and_lacks_a_unit(options):
+    with pytest.raises(ConfigError, match=r"must be at least 1 kB, not .*; give a unit"):
+        TierConfig(**options)

@@ -414,10 +414,11 @@ def test_a_second_process_on_one_file_is_refused_in_one_sentence(path):
 
 
 def writer(path, room, spans, begun):
-    """Writes and drops without end."""
+    """Writes and drops without end; says when there is something."""
     cold, held = ColdTier(path, room), []
-    os.write(begun, b".")
     for n in range(1 << 40):
+        if n == len(spans):
+            os.write(begun, b".")
         handle = cold.write(spans[n % len(spans)])
         if handle is not None:
             held.append(handle)

@@ -7,9 +7,11 @@ control characters, so that no completion can move the cursor or recolour the sc
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -104,13 +106,30 @@ def complain(sentence: str) -> None:
         print(f"minikv: {line}", file=sys.stderr, flush=True)
 
 
+class _Complaints(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        complain(record.getMessage())
+
+
+@contextmanager
+def _warnings_shown() -> Iterator[None]:
+    """Warnings of the engine in the form of all that is said on stderr."""
+    handler, logger = _Complaints(logging.WARNING), logging.getLogger("minikv")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn the errors a user can meet into one line on stderr and an exit status."""
+    """Turn the errors a user can meet into one line on stderr and an exit status, and warnings into lines."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
-            command(*args, **kwargs)
+            with _warnings_shown():
+                command(*args, **kwargs)
         except MinikvError as error:
             complain(str(error))
             raise typer.Exit(EXIT_FAILED) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ from minikv.cache.tiers.base import Handle, index_of
 from minikv.cache.tiers.cold_file import FRAME_BYTES, START_BYTES, Found, RecordFile, unusable
 from minikv.cache.tiers.span import HEADER_BYTES, Span, SpanFault, digest
 from minikv.errors import ConfigError
+from minikv.once import Once
+
+_LOG = logging.getLogger(__name__)
 
 _BATCH = 16  # a part of the ceiling that is worth rewriting the file for
 _MOST_WAITS = 64
@@ -62,6 +66,7 @@ class ColdTier:
         self.path = Path(os.path.realpath(path))
         self.limit = limit
         self.counters = ColdCounters()
+        self._once = Once()
         self._records: dict[Handle, _Record] = {}  # the oldest first
         self._of_key: dict[tuple[bytes, bytes], dict[Handle, _Record]] = {}
         self._live = self._largest = self._next = 0
@@ -114,8 +119,8 @@ class ColdTier:
         packed = span.header.to_bytes()
         try:
             offset = self._file.append(packed + span.body)
-        except OSError:
-            self.counters.faults += 1
+        except OSError as error:
+            self._fault(error)
             return None
         return self._add(self._file, Found(offset, True, span.header, digest(packed)), owners=1)
 
@@ -130,7 +135,7 @@ class ColdTier:
         try:
             return Span.from_bytes(data)
         except SpanFault:
-            self.counters.damaged += 1
+            self._damage()
             self._forget(record)
             return None
 
@@ -138,11 +143,11 @@ class ColdTier:
         """The bytes of a record whose header is the one that was written there."""
         try:
             data = record.file.read(record.offset, record.handle.nbytes)
-        except OSError:
-            self.counters.faults += 1
+        except OSError as error:
+            self._fault(error)
             return None
         if digest(data[:HEADER_BYTES]) != record.seal:
-            self.counters.damaged += 1
+            self._damage()
             self._remove(record)
             return None
         return data
@@ -285,6 +290,26 @@ class ColdTier:
             record.offset = target.append(data)
             record.file = target
         source.truncate(START_BYTES)
+
+    def _fault(self, error: OSError) -> None:
+        self.counters.faults += 1
+        self._once.say(
+            _LOG,
+            logging.WARNING,
+            "The cold tier %s cannot be used in full (%s), and the run goes on without what does not go there; "
+            "free some space, or give another path.",
+            self.path,
+            (error.strerror or str(error)).lower(),
+        )
+
+    def _damage(self) -> None:
+        self.counters.damaged += 1
+        self._once.say(
+            _LOG,
+            logging.WARNING,
+            "The cold tier %s was changed or damaged during the run, which goes on without what is lost.",
+            self.path,
+        )
 
     # The index
 
