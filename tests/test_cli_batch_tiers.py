@@ -247,5 +247,5 @@ def test_a_disk_that_is_full_is_said_once_and_changes_no_answer(
     assert done.exit_code == 0 and answers(output) == expected
     lines = done.stderr.splitlines()
     assert all(line.startswith("minikv: ") for line in lines)
-    said = f"minikv: The cold tier {path} cannot be used in full (no space left on device): "
+    said = f"minikv: The cold tier {path} cannot be used in full (no space left on device), "
     assert sum(line.startswith(said) for line in lines) == 1

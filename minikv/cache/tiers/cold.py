@@ -296,8 +296,8 @@ class ColdTier:
         self._once.say(
             _LOG,
             logging.WARNING,
-            "The cold tier %s cannot be used in full (%s), and the run goes on without what does not go there; "
-            "free some space, or give another path.",
+            "The cold tier %s cannot be used in full (%s), and the run goes on without what does not "
+            "go there; free some space, or give another path.",
             self.path,
             (error.strerror or str(error)).lower(),
         )
