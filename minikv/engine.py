@@ -173,6 +173,10 @@ class Engine:
         with self._one_thread():
             return self.scheduler.restore(lanes, num_pages, fill)
 
+    def adopt(self, lanes: Lanes) -> None:
+        """Count lanes that have no sequence, but something below the pool, among the idle."""
+        self.scheduler.swap.keep_or_drop(lanes)
+
     def bring_back(self, lanes: Lanes) -> bool:
         """See that lanes which were demoted are in the pool, as far as they are not lost; False if there is
         no room, not even if idle lanes of others make way."""

@@ -166,8 +166,8 @@ class ChatSession:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the lanes stand for between turns, whatever is kept of them, in the pool or below
-        it; 0 while a turn runs."""
+        """Tokens that the lanes stand for between turns, whatever is kept of them, in the pool or, even if it
+        is all of them, below it; 0 while a turn runs."""
         return len(self._lanes.token_ids) if self._lanes.holds else 0
 
     @property

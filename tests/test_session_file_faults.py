@@ -242,6 +242,8 @@ TENSORS = {
     "entries for too many tokens": _set("lanes.counts", 0, 2**31 - 1),
     "a mass that is no number": _set("lanes.log_mass", 0, float("nan")),
     "an infinite mass": _set("lanes.log_mass", 0, float("inf")),
+    "a key that is no number": _set("lanes.keys", 3, 0, float("nan")),
+    "an endless value": _set("lanes.values", 0, 0, float("inf")),
     "a token that is not there": _set("lanes.ids", 0, 5000),
     "a negative token": _set("session.ids", 0, -1),
     "tokens of another type": lambda t: t.update({"lanes.ids": t["lanes.ids"].long()}),

@@ -71,10 +71,10 @@ def loaded(session: ChatSession, path: Path) -> str:
 def _held(session: ChatSession) -> str:
     if not session.num_tokens:
         return "an empty KV cache"
-    size = format_size(session.kv_bytes)
+    sizes = [format_size(session.kv_bytes)] if session.kv_bytes else []
     if session.demoted_bytes:
-        size += f" and {format_size(session.demoted_bytes)} demoted"
-    return f"the KV cache of {session.num_tokens:,} tokens ({size})"
+        sizes.append(f"{format_size(session.demoted_bytes)} demoted")
+    return f"the KV cache of {session.num_tokens:,} tokens ({' and '.join(sizes)})"
 
 
 def goes_on(name: str | None) -> bool:

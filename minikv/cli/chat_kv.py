@@ -9,16 +9,20 @@ from minikv.cli import console
 from minikv.cli.cache_picture import map_lines, policy_line, sizes_line
 from minikv.cli.chat_state import ChatState
 from minikv.cli.tier_lines import tier_lines
+from minikv.config import format_size
 from minikv.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from minikv import ChatSession
+
 _MOST_HEADS_LISTED = 4
 
 
 def describe(state: ChatState, layer: str) -> None:
-    """Bytes now against the full cache, policy and entries; with a policy, a map of what is held.
+    """Bytes now against the full cache, those demoted, policy and entries; with a policy, a map of what is
+    held.
 
     `layer` "" shows a row for every layer, else one for every KV head of that layer. Raises ConfigError
     unless it is a layer.
@@ -31,10 +35,16 @@ def describe(state: ChatState, layer: str) -> None:
     if session.num_tokens == 0:
         state.say("The KV cache of this conversation is empty.")
         return
-    state.say(sizes_line(state.llm, session.num_tokens, session.kv_bytes))
+    wholly_below = not session.kv_bytes
+    if not wholly_below:
+        state.say(sizes_line(state.llm, session.num_tokens, session.kv_bytes))
+    if session.demoted_bytes:
+        state.say(_demoted_line(session, wholly_below))
     compresses = session.cache.policy != "full"
     if compresses:
         state.say(policy_line(session.cache))
+    if wholly_below:
+        return
     if chosen is not None:
         _show_map(
             f"layer {chosen}, KV head and entries",
@@ -50,6 +60,13 @@ def describe(state: ChatState, layer: str) -> None:
     else:
         for line in _equal_layers(lengths):
             state.say(line)
+
+
+def _demoted_line(session: ChatSession, wholly: bool) -> str:
+    size = format_size(session.demoted_bytes)
+    if wholly:
+        return f"All {session.num_tokens:,} tokens are demoted: {size} in the tiers below the KV pool."
+    return f"Demoted: {size} in the tiers below the KV pool."
 
 
 def _layer(text: str, count: int) -> int:

@@ -146,8 +146,11 @@ class Course:
         return next((t.recorder for t in earlier if t.recorder is not None), None)
 
     def begin(self, turn: Turn, restored: bool) -> None:
-        """Go on with a further turn, before which everything was put back or not."""
+        """Go on with a further turn, before which everything was put back or not. Of those before it only the
+        last can still be gone back to: what was recorded before each is of many megabytes."""
         turn.restored = restored
+        for earlier in self.turns[:-1]:
+            earlier.restored, earlier.before = False, None
         if restored:
             recorder = next((t.recorder for t in reversed(self.turns) if t.recorder is not None), None)
             turn.before = None if recorder is None else recorder.copy()

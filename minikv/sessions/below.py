@@ -7,15 +7,20 @@ below.data   [sum of sizes] uint8
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 
+from minikv.cache.entries import Entries
 from minikv.cache.lanes import LaneStore
 from minikv.cache.tiers.below import Below
-from minikv.cache.tiers.encode import lengths_of
-from minikv.cache.tiers.span import ALL_HEADS, HEADER_BYTES, Span, SpanFault
+from minikv.cache.tiers.span import ALL_HEADS, FORMS, HEADER_BYTES, Header, Span, SpanFault
 from minikv.cache.tiers.storage import Storage
 from minikv.config import format_size
+from minikv.scheduler.course import Course
 from minikv.sessions.container import Container, Outgoing, Unusable, damaged
+from minikv.sessions.lanes import SavedLanes
 
 NAMES = frozenset({"below.parts", "below.sizes", "below.data"})
 _UNFIT = "what was demoted of it does not fit together"
@@ -59,9 +64,11 @@ def check_below(file: Container, store: LaneStore, num_tokens: int) -> None:
         raise damaged("what was demoted of it cannot be of that size")
 
 
-def read_below(file: Container, store: LaneStore, storage: Storage | None, num_tokens: int) -> Below | None:
+def read_below(
+    file: Container, store: LaneStore, storage: Storage | None, course: Course, num_tokens: int
+) -> Below | None:
     """What was demoted, in the tiers of this engine; the file's checksum has been looked at. Unusable, with
-    nothing kept, if it does not fit or there is no room."""
+    nothing kept, if it does not fit or there is no room. course: of the session, which gets it."""
     if "below.parts" not in file.tensors:
         return None
     if storage is None:
@@ -71,7 +78,8 @@ def read_below(file: Container, store: LaneStore, storage: Storage | None, num_t
         raise damaged(_UNFIT)
     ends = torch.tensor(sizes).cumsum(0).tolist()
     spans = [_span(file, end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    parts = _parts(file.read("below.parts").tolist(), spans, store, storage, num_tokens)
+    parts = _parts(file.read("below.parts").tolist(), spans, store.lane_shape[0], num_tokens)
+    _check_parts(parts, store, storage, course)
     below = Below(storage)
     if not below.resume(parts):
         needed = format_size(sum(sizes))
@@ -82,6 +90,21 @@ def read_below(file: Container, store: LaneStore, storage: Storage | None, num_t
     return below
 
 
+def check_rest(lanes: SavedLanes, course: Course, end: int) -> None:
+    """Unusable unless lanes hold what is still to be demoted of them: some of each layer, and of the tokens
+    after the first `end`, which were, all."""
+    last = course.compressions[-1].num_tokens if course.compressions else 0
+    some = bool(lanes.lengths.any(axis=1).all()) or not lanes.num_tokens
+    if not some or 0 < end < last:
+        raise damaged(_UNFIT)
+    if end:
+        positions = lanes.file.read("lanes.positions")
+        lane = torch.from_numpy(lanes.lengths.reshape(-1)).long()
+        lane = torch.arange(len(lane)).repeat_interleave(lane)[positions >= end]
+        if bool((lane.bincount(minlength=lanes.lengths.size) != lanes.num_tokens - end).any()):
+            raise damaged(_UNFIT)
+
+
 def _span(file: Container, start: int, end: int) -> Span:
     try:
         return Span.from_bytes(bytes(file.read_rows("below.data", start, end).numpy()))
@@ -90,16 +113,14 @@ def _span(file: Container, start: int, end: int) -> Span:
 
 
 def _parts(
-    listed: list[list[int]], spans: list[Span], store: LaneStore, storage: Storage, num_tokens: int
+    listed: list[list[int]], spans: list[Span], layers: int, num_tokens: int
 ) -> list[tuple[int, list[Span]]]:
-    """Spans by the part that they are of, once it is sure that a sequence can have them."""
-    layers, parts, start, taken = store.lane_shape[0], [], 0, 0
+    """Spans by the part that they are of."""
+    parts, start, taken = [], 0, 0
     for end, count in listed:
         of_part = spans[taken : taken + count]
         if not start < end <= num_tokens or count != layers or len(of_part) != layers:
             raise damaged(_UNFIT)
-        for layer, span in enumerate(of_part):
-            _check_span(span, layer, range(start, end), store, storage)
         parts.append((end, of_part))
         start, taken = end, taken + count
     if taken != len(spans):
@@ -107,20 +128,93 @@ def _parts(
     return parts
 
 
-def _check_span(span: Span, layer: int, tokens: range, store: LaneStore, storage: Storage) -> None:
-    header = span.header
-    if header.fingerprint != storage.sparing.fingerprint:
-        raise Unusable("holds demoted entries of another model, KV dtype or rotation")
+def _check_parts(
+    parts: list[tuple[int, list[Span]]], store: LaneStore, storage: Storage, course: Course
+) -> None:
+    """Unusable unless a sequence can have these spans."""
+    start = 0
+    for end, spans in parts:
+        # Only lanes that were compressed before anything was demoted went down as a policy had left them.
+        counts = [c.num_tokens for c in course.compressions if c.num_tokens <= end]
+        whole = bool(start) or (len(counts) < 2 and counts[:1] in ([], [end]))
+        for layer, span in enumerate(spans):
+            _check_header(span.header, layer, range(start, end), store)
+            _check_entries(_decoded(span, start, storage), span.header, range(start, end), whole)
+        start = end
+
+
+def _check_header(header: Header, layer: int, tokens: range, store: LaneStore) -> None:
+    lanes = store.lane_shape[1]
     shape = (header.owner.layer, header.owner.head, header.head_dim, header.num_lanes, header.dtype)
-    if shape != (layer, ALL_HEADS, store.pool.head_dim, store.lane_shape[1], store.pool.dtype):
+    fits = (
+        shape == (layer, ALL_HEADS, store.pool.head_dim, lanes, store.pool.dtype)
+        and {header.key_form, header.value_form} <= set(FORMS)
+        and 0 < header.num_rows <= lanes * len(tokens)
+        and header.num_tokens == tokens.stop
+        and header.merged_end <= tokens.stop
+        and 0 <= header.error < torch.inf
+    )
+    if not fits:
         raise damaged(_UNFIT)
-    if not 0 <= header.merged_end <= tokens.stop or int(lengths_of(span).sum()) != header.num_rows:
+
+
+def _decoded(span: Span, start: int, storage: Storage) -> Entries:
+    """The entries of a span whose header fits; Unusable unless its body is what that says, of tokens from
+    `start` on."""
+    header, body = span.header, memoryview(span.body)
+    if len(body) < 4 * header.num_lanes:
         raise damaged(_UNFIT)
-    entries = storage.sparing.decode(span)
-    lane = torch.arange(len(entries.lengths)).repeat_interleave(entries.lengths)
-    positions = entries.rows.positions
+    lengths = np.frombuffer(body, dtype="<i4", count=header.num_lanes).tolist()
+    if min(lengths) < 0 or sum(lengths) != header.num_rows:
+        raise damaged(_UNFIT)
+    end = 4 * header.num_lanes + 4 * header.num_rows * (1 + header.has_mass + header.has_counts)
+    for form in (header.key_form, header.value_form):
+        end += _rows_bytes(body[end:], header, form, lengths)
+    if end != len(body):
+        raise damaged(_UNFIT)
+    # Before keys are turned to them.
+    positions = np.frombuffer(body[4 * header.num_lanes :], dtype="<i4", count=header.num_rows)
+    if positions.min() < start or positions.max() >= header.num_tokens:
+        raise damaged(_UNFIT)
+    # Rows of other weights or kernels have another fingerprint; whose they may be is looked at before.
+    own = replace(header, fingerprint=storage.sparing.fingerprint)
+    return storage.sparing.decode(Span(own, span.body))
+
+
+def _rows_bytes(body: memoryview, header: Header, form: str, lengths: list[int]) -> int:
+    """Bytes of the keys or of the values that `body` begins with."""
+    dim, scale = header.head_dim, 4
+    if form == "exact":
+        row = dim * header.dtype.itemsize + (scale if header.dtype == torch.int8 else 0)
+        return header.num_rows * row
+    if form == "int8":
+        return header.num_rows * (scale + dim)
+    end = 0
+    for count in lengths:
+        rank = int.from_bytes(body[end : end + 2], "little", signed=True)
+        if not (1 <= rank <= dim if count else rank == 0):
+            raise damaged(_UNFIT)
+        end += 2 + 2 * dim * rank + count * (scale + rank)
+    return end
+
+
+def _check_entries(entries: Entries, header: Header, tokens: range, whole: bool) -> None:
+    """Unusable unless a layer can have held these of `tokens`; whole: nothing was compressed before."""
+    lengths, rows = entries.lengths, entries.rows
+    numbers = (rows.keys, rows.values, rows.key_scales, rows.value_scales, rows.log_mass)
+    if not all(bool(part.isfinite().all()) for part in numbers if part is not None):
+        raise Unusable("holds numbers that are not finite")
+    if whole:
+        every = torch.arange(tokens.start, tokens.stop).repeat(len(lengths))
+        altered = header.has_mass or header.has_counts or header.merged_end
+        if altered or not (
+            bool((lengths == len(tokens)).all()) and torch.equal(rows.positions.long(), every)
+        ):
+            raise damaged(_UNFIT)
+        return
+    lane = torch.arange(len(lengths)).repeat_interleave(lengths)
+    positions, counts = rows.positions, entries.counts.long()
     rises = (positions[1:] > positions[:-1]) | (lane[1:] != lane[:-1])
-    inside = (positions >= tokens.start) & (positions < tokens.stop)
-    held = torch.zeros(len(entries.lengths), dtype=torch.int64).index_add_(0, lane, entries.counts.long())
-    if not (bool(rises.all()) and bool(inside.all()) and int(held.max()) <= tokens.stop):
+    held = torch.zeros(len(lengths), dtype=torch.int64).index_add_(0, lane, counts)
+    if not bool(rises.all()) or int(counts.min()) < 1 or int(held.max()) > tokens.stop:
         raise damaged(_UNFIT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from minikv.sessions.plain import LARGEST, cache_of, field_of, pair, plain_cache
 if TYPE_CHECKING:
     from minikv.engine import Model
 
+RECORDS = ("recorder.", "before.")  # that the names of what was recorded begin with
 _MOST_PAGES = 1 << 40
 
 
@@ -25,7 +26,7 @@ def plain_course(course: Course, page_size: int, held: bool) -> dict[str, Any]:
     """A course without what was recorded; `held`: with the lanes that it has led to."""
     places = {turn: place for place, turn in enumerate(course.turns)}
     return {
-        "turns": [_plain_turn(turn) for turn in course.turns],
+        "turns": [{**_plain_turn(turn), "restored": turn.restored} for turn in course.turns],
         "compressions": [[places[c.turn], c.num_tokens, c.room] for c in course.compressions],
         "done": course.done if held else 0,
         "peak_entries": course.peak * page_size,
@@ -44,11 +45,14 @@ def _plain_turn(turn: Turn) -> dict[str, Any]:
 
 
 def recorded_tensors(course: Course) -> dict[str, Tensor]:
-    """What was recorded, `recorder.N.` before the names of turn N."""
-    recorders = [(place, turn.recorder) for place, turn in enumerate(course.turns) if turn.recorder]
+    """What was recorded: `recorder.N.` before the names of what turn N has, `before.N.` of what there was
+    when it began."""
+    recorders = {f"recorder.{place}.": turn.recorder for place, turn in enumerate(course.turns)}
+    recorders |= {f"before.{place}.": turn.before for place, turn in enumerate(course.turns)}
     return {
-        f"recorder.{place}.{name}": tensor
-        for place, recorder in recorders
+        prefix + name: tensor
+        for prefix, recorder in recorders.items()
+        if recorder is not None
         for name, tensor in recorder.state().items()
     }
 
@@ -107,7 +111,11 @@ class CourseReader:
         if first < start:
             raise damaged("a turn's content begins before it")
         cache = cache_of(field_of(body, "cache", dict))
-        return Turn(self._retention_of(cache), start, num_prompt, range(first, stop), pinned)
+        restored = "restored" in body and field_of(body, "restored", bool)  # not said before there were tiers
+        if restored and not start:
+            raise damaged("nothing can be put back before its first turn")
+        retention = self._retention_of(cache)
+        return Turn(retention, start, num_prompt, range(first, stop), pinned, restored=restored)
 
     def _compression(self, turns: list[Turn], body: Any) -> Compression:
         if not isinstance(body, list) or len(body) != 3 or any(type(n) is not int for n in body):
@@ -120,47 +128,63 @@ class CourseReader:
         return Compression(turns[place], num_tokens, room)
 
     def check_recorders(self, course: Course) -> None:
-        """Give a turn that had a recorder a new one, and see that the file's tensors may be its state."""
-        for place, turn, given in self._recorded(course):
-            if turn.recorder is None:
-                turn.recorder = self._new_recorder(turn)
-            shapes = turn.recorder.state_shapes(self._num_tokens)
-            names = {name.partition(f"recorder.{place}.")[2] for name in given}
-            if not names <= shapes.keys():
-                raise damaged("it has records that its policy does not make")
-            for name in names:
-                tensor, (dtype, largest) = self._file.tensors[f"recorder.{place}.{name}"], shapes[name]
-                if tensor.dtype != dtype or not _fits(tensor.shape, largest):
-                    raise Unusable(
-                        "was recorded for other attention heads than this model's calibration profile names"
-                        if name == "window.queries"
-                        else "is damaged: its records have a shape that they cannot have"
-                    )
+        """Give a turn new recorders where it had any, and see that the file's tensors may be their state."""
+        for prefix, names in self._recorded().items():
+            kind, place = _turn_of(prefix, len(course.turns))
+            recorder = self._new_recorder(course, kind, place)
+            setattr(course.turns[place], kind, recorder)
+            self._check_state(recorder, prefix, names)
+
+    def _check_state(self, recorder: Recorder, prefix: str, names: list[str]) -> None:
+        shapes = recorder.state_shapes(self._num_tokens)
+        if not set(names) <= shapes.keys():
+            raise damaged("it has records that its policy does not make")
+        for name in names:
+            tensor, (dtype, largest) = self._file.tensors[prefix + name], shapes[name]
+            if tensor.dtype != dtype or not _fits(tensor.shape, largest):
+                raise Unusable(
+                    "was recorded for other attention heads than this model's calibration profile names"
+                    if name == "window.queries"
+                    else "is damaged: its records have a shape that they cannot have"
+                )
 
     def read_recorders(self, course: Course) -> None:
         """Read what was recorded, once `check_recorders` has passed and the data are known to be whole."""
-        for place, turn, given in self._recorded(course):
-            assert turn.recorder is not None
-            prefix = f"recorder.{place}."
+        for prefix, names in self._recorded().items():
+            kind, place = _turn_of(prefix, len(course.turns))
+            recorder: Recorder = getattr(course.turns[place], kind)
             try:
-                turn.recorder.resume({name.removeprefix(prefix): self._file.read(name) for name in given})
+                recorder.resume({name: self._file.read(prefix + name) for name in names})
             except (ValueError, KeyError):
                 raise damaged("its records do not fit together") from None
 
-    def _recorded(self, course: Course) -> Iterator[tuple[int, Turn, list[str]]]:
-        names = [name for name in self._file.tensors if name.startswith("recorder.")]
-        places = {name.split(".")[1] for name in names}
-        if not places <= {str(place) for place in range(len(course.turns))}:
-            raise damaged("it has records of a turn that is not there")
-        for place in sorted(map(int, places)):
-            given = [name for name in names if name.startswith(f"recorder.{place}.")]
-            yield place, course.turns[place], given
+    def _recorded(self) -> dict[str, list[str]]:
+        """Names of tensors by what is before them."""
+        found: dict[str, list[str]] = {}
+        for whole_name in self._file.tensors:
+            if whole_name.startswith(RECORDS):
+                kind, place, name = [*whole_name.split(".", 2), "", ""][:3]
+                found.setdefault(f"{kind}.{place}.", []).append(name)
+        return found
 
-    def _new_recorder(self, turn: Turn) -> Recorder:
+    def _new_recorder(self, course: Course, kind: str, place: int) -> Recorder:
+        turn = course.turns[place]
+        if kind == "before":
+            if not turn.restored:
+                raise damaged("it has records from before a turn that nothing was put back for")
+            turn = course.turns[place - 1]
         evidence = turn.retention.evidence
         if turn.retention.keeps_all or not evidence.records:
             raise damaged("it has records that its policy does not make")
         return turn.new_recorder(self._model.config, self._model.rope)
+
+
+def _turn_of(prefix: str, num_turns: int) -> tuple[str, int]:
+    """Of a prefix, which of a turn's recorders it means, and the turn's number."""
+    kind, number, _ = prefix.split(".")
+    if number not in map(str, range(num_turns)):
+        raise damaged("it has records of a turn that is not there")
+    return kind, int(number)
 
 
 def _fits(shape: tuple[int, ...], largest: tuple[int | Most, ...]) -> bool:

@@ -24,6 +24,7 @@ from minikv.cache.pool import PagePool
 from minikv.sessions.container import Container, Outgoing, Unusable, damaged
 
 UNFIT = "its parts do not fit together"
+_ROWS_AT_ONCE = 1 << 16
 
 
 def lane_tensors(store: LaneStore, seq: int) -> dict[str, Outgoing]:
@@ -137,4 +138,9 @@ def check_lanes(file: Container, lengths: np.ndarray, num_tokens: int, merged_en
     for name in ("lanes.log_mass", "lanes.key_scales", "lanes.value_scales"):
         if name in file.tensors and not bool(file.read(name).isfinite().all()):
             raise Unusable("holds numbers that are not finite")
+    for name in ("lanes.keys", "lanes.values"):
+        for start in range(0, len(positions), _ROWS_AT_ONCE):
+            rows = file.read_rows(name, start, min(start + _ROWS_AT_ONCE, len(positions)))
+            if not bool(rows.isfinite().all()):
+                raise Unusable("holds numbers that are not finite")
     return SavedLanes(file, lengths, num_tokens, merged_end)

@@ -23,9 +23,9 @@ from minikv.scheduler.course import Course
 from minikv.scheduler.request import Lanes
 from minikv.scheduler.retention import Retention
 from minikv.session import ChatSession, SessionState
-from minikv.sessions.below import NAMES, check_below, read_below
+from minikv.sessions.below import NAMES, check_below, check_rest, read_below
 from minikv.sessions.container import Container, Unusable, damaged
-from minikv.sessions.course import CourseReader, read_ids
+from minikv.sessions.course import RECORDS, CourseReader, read_ids
 from minikv.sessions.identity import check_identity
 from minikv.sessions.lanes import SavedLanes, check_lanes, read_lengths
 from minikv.sessions.plain import cache_of, field_of, whole
@@ -69,14 +69,25 @@ class _Loader:
         state = self._state(body, lanes)
         saved = self._saved_lanes(body, num_tokens)
         session = ChatSession.restored(self._llm, state)
-        lanes.course.below = read_below(self._file, self._engine.store, self._engine.storage, num_tokens)
-        if saved is None:
-            return session
-        pages = saved.num_pages(self._engine.store.pool.page_size)
-        if not self._engine.restore(lanes, pages, lambda seq: saved.fill(self._engine.store, seq)):
-            lanes.course.forget_below()
-            raise Unusable(self._too_large(pages, "takes"))
+        store, course = self._engine.store, lanes.course
+        try:
+            course.below = read_below(self._file, store, self._engine.storage, course, num_tokens)
+            if saved is not None:
+                self._fill(lanes, saved, state.cache)
+            else:
+                self._engine.adopt(lanes)
+        except BaseException:
+            course.forget_below()
+            raise
         return session
+
+    def _fill(self, lanes: Lanes, saved: SavedLanes, cache: CacheConfig) -> None:
+        store, below = self._engine.store, lanes.course.below
+        if cache.evicted == "demote":
+            check_rest(saved, lanes.course, 0 if below is None else below.end)
+        pages = saved.num_pages(store.pool.page_size)
+        if not self._engine.restore(lanes, pages, lambda seq: saved.fill(store, seq)):
+            raise Unusable(self._too_large(pages, "takes"))
 
     # Sizes
 
@@ -90,7 +101,7 @@ class _Loader:
         logits = tensors.get("prompt_logits")
         if logits and (logits.dtype, logits.shape) != (torch.float32, (self._llm.config.vocab_size,)):
             raise damaged("its logits cannot be of that size")
-        self._check_names()
+        self._check_names(num_tokens)
         check_below(self._file, self._engine.store, num_tokens)
         if num_tokens > limit:
             raise Unusable(
@@ -107,17 +118,22 @@ class _Loader:
             raise damaged(f"its {name.replace('.', ' ')} cannot be of that size")
         return tensor.shape[0]
 
-    def _check_names(self) -> None:
+    def _check_names(self, num_tokens: int) -> None:
         tensors, config = self._file.tensors, self._llm.config
         known = {"conversation", "session.ids", "prompt_logits", "lanes.ids"} | NAMES
         rest = tensors.keys() - known
         if "lanes.lengths" in tensors:
             rest = {name for name in rest if not name.startswith("lanes.")}
-        if any(not name.startswith("recorder.") for name in rest):
+        if any(not name.startswith(RECORDS) for name in rest):
             raise damaged("it holds tensors that no session has")
-        rows = max(config.max_context, config.head_dim)
+        rows = max(num_tokens, config.head_dim, 256)
         per_tensor = 8 * config.num_layers * config.num_query_heads * config.head_dim * rows
-        if sum(tensors[name].nbytes for name in rest) > 2 * per_tensor:
+        sizes: dict[str, int] = {}
+        for name in rest:
+            # What was recorded before a turn is a record of its own, of each turn.
+            kind = "recorder" if name.startswith("recorder.") else ".".join(name.split(".")[:2])
+            sizes[kind] = sizes.get(kind, 0) + tensors[name].nbytes
+        if max(sizes.values(), default=0) > 3 * per_tensor:
             raise damaged("its records cannot be of that size")
 
     # Contents

@@ -100,15 +100,21 @@ class Below:
     def resume(self, parts: list[tuple[int, list[Span]]]) -> bool:
         """Take the parts of another, with the spans that it gave; False, with nothing kept, if there is no
         room."""
-        for end, spans in parts:
-            self._parts.append(_Part(end, []))
-            for span in spans:
-                owner = Owner(self._key, span.owner.layer)
-                handle = self.storage.keep(Span(replace(span.header, owner=owner), span.body))
-                if handle is None:
-                    self.forget()
-                    return False
-                self._parts[-1].handles.append(handle)
+        fingerprint = self.storage.sparing.fingerprint
+        try:
+            for end, spans in parts:
+                self._parts.append(_Part(end, []))
+                for span in spans:
+                    owner = Owner(self._key, span.owner.layer)
+                    header = replace(span.header, owner=owner, fingerprint=fingerprint)
+                    handle = self.storage.keep(Span(header, span.body))
+                    if handle is None:
+                        self.forget()
+                        return False
+                    self._parts[-1].handles.append(handle)
+        except BaseException:
+            self.forget()
+            raise
         return True
 
     def spans(self, num_tokens: int) -> list[Span] | None:
