@@ -140,7 +140,7 @@ def test_a_session_loaded_in_the_middle_of_its_turns_goes_back_as_in_memory(mode
                     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
         replies = []
         for llm, talk in ((one, session), (other, loaded)):
-            talk.set_messages(talk.messages[:3])
+            talk.set_messages(talk.messages[:-2])
             before = llm.engine.scheduler.num_restored
             reply = talk.send("Something quite different, then: how old is it?", PARAMS)
             replies.append((reply.token_ids, reply.usage, llm.engine.scheduler.num_restored - before))
