@@ -86,7 +86,7 @@ ENGINE = (
         "kv_dtype", "text", "KV entries: auto, float32, float16, bfloat16 or int8.", "auto", metavar="TYPE"
     ),
     Option("kv_hot", "text", "Ceiling of the KV cache in memory, such as 64MiB.", metavar="SIZE"),
-    Option("kv_warm", "text", "Memory for KV entries that --kv-evicted demote keeps.", metavar="SIZE"),
+    Option("kv_warm", "text", "Memory for what leaves the KV cache, and for beginnings of prompts.", metavar="SIZE"),
     Option("kv_cold", "text", "A file for what warm has no room for.", metavar="PATH:SIZE"),
     Option("kv_error", "float", "Relative error that demoted entries may have; 0: exact.", "0.0"),
     Option(
