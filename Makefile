@@ -9,7 +9,7 @@ KVPRESS_VENV := .venv-kvpress
 PIP := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench-env bench bench-transformers bench-llama bench-accuracy bench-policies clean
+.PHONY: help demo test test-all test-triton lint format bench-env bench bench-transformers bench-llama bench-accuracy bench-policies clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -23,6 +23,10 @@ test: $(VENV)/.test ## run the tests (ARGS="-k chat" chooses some)
 
 test-all: $(VENV)/.test ## the tests and those marked slow
 	$(VENV)/bin/python -m pytest -m "not gpu" $(ARGS)
+
+test-triton: $(VENV)/.triton ## the tests of the Triton kernels, interpreted, and their compilation for three GPUs
+	$(VENV)/bin/python -m pytest tests/test_triton_*.py $(ARGS)
+	$(VENV)/bin/python benchmarks/compile_kernels.py
 
 lint: $(VENV)/.test ## check style, format and types
 	$(VENV)/bin/ruff check .
@@ -69,6 +73,11 @@ $(VENV)/.base: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.created
 
 $(VENV)/.test: $(VENV)/.base
 	$(VENV)/bin/python $(PIP) --editable '.[test]'
+	touch $@
+
+$(VENV)/.triton: $(VENV)/.test
+	@echo "Installing triton into $(VENV): about 1 GB. From then on 'make test' runs its tests too."
+	$(VENV)/bin/python $(PIP) --editable '.[triton]'
 	touch $@
 
 $(BENCH_VENV)/.bench: pyproject.toml constraints.txt $(BENCH_VENV)/.created

@@ -22,6 +22,7 @@ from minikv.cache.tiers.below import Below
 from minikv.cache.tiers.storage import Storage
 from minikv.config import CacheConfig, EngineConfig, check_ranges
 from minikv.errors import ConfigError, MinikvError
+from minikv.kernels.backend import CPU, EntryKernels
 from minikv.kernels.batch import Batch
 from minikv.memory import make_store, resolve_context
 from minikv.models.config import ModelConfig
@@ -63,13 +64,17 @@ class Engine:
         keys_transposed: bool = False,
         find_profile: FindProfile | None = None,
         fingerprint: str = "",
+        entry_kernels: EntryKernels | None = None,
+        device: torch.device = CPU,
     ):
         shape = model.config
         self.model: Any = model
         self.config = config
         self.max_context = resolve_context(config.max_context, shape.max_context)
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.store = make_store(config, shape, self.max_context, kv_dtype, page_size, keys_transposed)
+        self.store = make_store(
+            config, shape, self.max_context, kv_dtype, page_size, keys_transposed, entry_kernels, device
+        )
         self.storage: Storage | None = None
         if config.tiers.below:
             self.storage = Storage.of(config.tiers, fingerprint, shape, self.model.rope, kv_dtype)
@@ -446,10 +451,15 @@ class _Order:
     lanes: Lanes | None
 
 
+LESS_MEMORY = "lower kv_hot, max_seqs or prefill_chunk"
+
+
 def _describe(error: Exception) -> str:
     if isinstance(error, MinikvError):
         return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"The device ran out of memory in a step; {LESS_MEMORY}."
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
-        return "The machine ran out of memory in a step; lower kv_hot, max_seqs or prefill_chunk."
+        return f"The machine ran out of memory in a step; {LESS_MEMORY}."
     detail = (str(error).splitlines() or ["no message"])[0]
     return f"The step failed: {type(error).__name__}: {detail}"

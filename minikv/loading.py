@@ -9,7 +9,8 @@ import torch
 
 from minikv.config import CacheConfig, format_size
 from minikv.errors import ConfigError, ModelError, shown
-from minikv.kernels.backend import AttentionBackend, check_backend_name, choose_backend
+from minikv.kernels.backend import CPU, AttentionBackend, check_backend_name, choose_backend
+from minikv.memory import available_bytes
 from minikv.models.build import build_decoder, check_weights_kind, weight_bytes
 from minikv.models.config import ModelConfig
 from minikv.models.decoder import Decoder
@@ -59,8 +60,8 @@ def load_model(
 ) -> LoadedModel:
     """Find, fetch if needed, check and load a model; the arguments are those of `LLM`.
 
-    Raises ModelError when the model cannot be used, or its weights need more than `free_bytes`, and
-    ConfigError for an option that cannot be.
+    Raises ModelError when the model cannot be used, or its weights need more than `free_bytes` or than a
+    device has free, and ConfigError for an option that cannot be.
     """
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model must be a name or a path, not {shown(model)}.")
@@ -79,6 +80,8 @@ def load_model(
     )
     check_weights_kind(weights, kernels)
     try:
+        if kernels.device != CPU:
+            free_bytes = available_bytes(kernels.device)
         _check_memory(opened, weight_bytes(opened.config, weights, kernels), free_bytes)
         decoder = build_decoder(opened.config, opened.weights, kernels, weights)
     finally:
@@ -98,6 +101,8 @@ def load_model(
 
 def _kv_dtype(name: str, backend: AttentionBackend) -> torch.dtype:
     if name == "auto":
+        if backend.device != CPU:
+            return torch.bfloat16
         return torch.float16 if backend.name == "cpu" else torch.float32
     return getattr(torch, name)
 

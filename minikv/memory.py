@@ -11,13 +11,16 @@ from minikv.cache.lanes import LaneStore
 from minikv.cache.pool import PagePool, page_bytes
 from minikv.config import EngineConfig, format_size
 from minikv.errors import ConfigError
+from minikv.kernels.backend import CPU, EntryKernels
 from minikv.models.config import ModelConfig
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def available_bytes() -> int:
-    """Free memory as the system and an enclosing control group see it."""
+def available_bytes(device: torch.device = CPU) -> int:
+    """Free memory as the system and an enclosing control group see it; or that of another device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     limits = [_system_bytes()]
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
@@ -42,14 +45,14 @@ def _system_bytes() -> int:
 
 
 def pool_pages(
-    config: EngineConfig, max_context: int, num_lanes: int, page_size: int, page_bytes: int
+    config: EngineConfig, max_context: int, num_lanes: int, page_size: int, page_bytes: int, free: int
 ) -> int:
     """Pages of the hot tier: as many as `tiers.hot` holds, or what `max_seqs` full contexts need but
-    at most half of the free memory. Raises ConfigError when not even one page per lane fits."""
+    at most half of the `free` bytes. Raises ConfigError when not even one page per lane fits."""
     limit = config.tiers.hot_bytes
     if limit is None:
         wanted = config.max_seqs * -(-max_context // page_size) * num_lanes
-        pages = min(wanted, available_bytes() // 2 // page_bytes - 1)
+        pages = min(wanted, free // 2 // page_bytes - 1)
         source = "half of the free memory"
     else:
         pages = limit // page_bytes - 1  # one page stays zero for padded reads
@@ -67,12 +70,16 @@ def make_store(
     kv_dtype: torch.dtype,
     page_size: int,
     keys_transposed: bool,
+    kernels: EntryKernels | None = None,
+    device: torch.device = CPU,
 ) -> LaneStore:
     """A store for sequences of a model, over a pool of the size that `pool_pages` gives."""
     num_lanes = model.num_layers * model.num_kv_heads
     size = page_bytes(page_size, model.head_dim, kv_dtype)
-    num_pages = pool_pages(config, max_context, num_lanes, page_size, size)
-    pool = PagePool(num_pages, page_size, model.head_dim, kv_dtype, config.debug_checks, keys_transposed)
+    num_pages = pool_pages(config, max_context, num_lanes, page_size, size, available_bytes(device))
+    pool = PagePool(
+        num_pages, page_size, model.head_dim, kv_dtype, config.debug_checks, keys_transposed, kernels, device
+    )
     return LaneStore(pool, config.max_seqs, model.num_layers, model.num_kv_heads, max_context)
 
 

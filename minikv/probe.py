@@ -57,6 +57,8 @@ class Probe:
             loaded.kv_dtype,
             loaded.page_size,
             loaded.kernels.keys_transposed,
+            loaded.kernels.entries,
+            loaded.kernels.device,
         )
         self.compressor = Compressor(self.store, loaded.decoder)
         self._storage: Storage | None = None

@@ -6,11 +6,16 @@ import os
 
 # Several test processes on few cores must not spin against each other; set before torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
+
+if find_spec("triton") and not torch.cuda.is_available():
+    # Its kernels are interpreted; triton looks at this when it is imported, by whatever.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile(
     "minikv",

@@ -91,7 +91,9 @@ def tiny_engine(
     """An engine that checks its cache after every step and poisons freed pages."""
     decoder = decoder or tiny_decoder()
     config = EngineConfig(debug_checks=True, **options)
-    return Engine(decoder, config, kv_dtype, page_size, decoder.config.eos_token_ids)
+    kernels = decoder.backend.entries if isinstance(decoder, Decoder) else None
+    eos = decoder.config.eos_token_ids
+    return Engine(decoder, config, kv_dtype, page_size, eos, entry_kernels=kernels)
 
 
 def hot_bytes(pages: int, page_size: int = 4, head_dim: int = 16) -> int:

@@ -216,15 +216,16 @@ class Compressor:
         pages = torch.from_numpy(store.pages[seq, layer, :, : -(-longest // pool.page_size)]).long()
         keys, values = pool.read_pages(pages.reshape(-1))
         valid = torch.arange(longest) < lengths[:, None]
-        positions = pool.positions[pages].view(heads, -1)[:, :longest].long()
+        slots = (pages.unsqueeze(-1) * pool.page_size + torch.arange(pool.page_size)).view(heads, -1)
+        log_mass, positions = pool.masses_and_positions(slots[:, :longest])
         queries, query_heads, norms = recorded.queries, recorded.query_heads, recorded.residual_norms
         return LayerView(
             layer=layer,
             keys=keys.view(heads, -1, pool.head_dim)[:, :longest].float(),
             values=values.view(heads, -1, pool.head_dim)[:, :longest].float(),
-            log_mass=pool.log_mass[pages].view(heads, -1)[:, :longest],
+            log_mass=log_mass,
             counts=store.counts(seq, layer),
-            positions=positions.masked_fill(~valid, -1),
+            positions=positions.long().masked_fill(~valid, -1),
             valid=valid,
             num_tokens=num_tokens,
             group=self.model.config.group_size,

@@ -171,7 +171,7 @@ class LaneStore:
     def positions(self, seq: int) -> Tensor:
         """Logical positions [layers, kv_heads, n] int32 of all entries, -1 past a lane's end."""
         slots, valid = self.slots(seq)
-        positions = self.pool.positions.view(-1)[slots]
+        _, positions = self.pool.masses_and_positions(slots)
         return positions.masked_fill(~valid, -1)
 
     def positions_of(self, seq: int, layer: int) -> Tensor:
@@ -179,7 +179,8 @@ class LaneStore:
         longest = int(self.lengths[seq, layer].max())
         place = torch.arange(longest).expand(self.lane_shape[1], -1)
         held = place < torch.from_numpy(self.lengths[seq, layer])[:, None]
-        return self.pool.positions.view(-1)[self._layer_slots(seq, layer, place)].masked_fill(~held, -1)
+        _, positions = self.pool.masses_and_positions(self._layer_slots(seq, layer, place))
+        return positions.masked_fill(~held, -1)
 
     def counts(self, seq: int, layer: int | None = None) -> Tensor:
         """Tokens that each entry stands for: [layers, kv_heads, n] int64, or [kv_heads, n] of one layer; n
@@ -370,7 +371,7 @@ class LaneStore:
         """Find out whether a sequence that had log masses still has any."""
         if self.has_mass[seq]:
             slots, valid = self.slots(seq)
-            self.has_mass[seq] = bool((self.pool.log_mass.view(-1)[slots][valid] != 0).any())
+            self.has_mass[seq] = bool((self.pool.masses_and_positions(slots[valid])[0] != 0).any())
 
     # Counting
 

@@ -11,6 +11,20 @@ import torch
 from torch import Tensor
 
 
+class DeviceZeros:
+    """A tensor of zeros on a device, which has its memory from the start and keeps it.
+
+    Raises torch.OutOfMemoryError if the device has not so much.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self.tensor: Tensor = torch.zeros(shape, dtype=dtype, device=device)
+
+    def discard(self, start: int, stop: int) -> tuple[int, int]:
+        """See `MappedZeros.discard`."""
+        return start, start
+
+
 class MappedZeros:
     """A tensor of zeros, of `shape` and `dtype`, in a mapping of its own.
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from minikv.cache.entries import Stored
-from minikv.cache.mapped import MappedZeros
+from minikv.cache.mapped import DeviceZeros, MappedZeros
 from minikv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minikv.kernels.backend import EntryKernels
 
 RETURN_BYTES = 4 << 20
 """Free pages in a row that are worth giving back to the system."""
@@ -45,6 +50,9 @@ class PagePool:
     padded gather reads finite numbers. The tensors are as large as the ceiling from the start,
     but the system backs a page with memory only when it is first written, and gets the memory of long
     runs of freed pages back.
+
+    kernels: a backend's own way to rewrite entries, if it has one. device: where the tensors are; ids,
+    slots and rows come and go on the host all the same.
     """
 
     def __init__(
@@ -55,18 +63,21 @@ class PagePool:
         dtype: torch.dtype,
         poison: bool = False,
         keys_transposed: bool = False,
+        kernels: EntryKernels | None = None,
+        device: torch.device | str = "cpu",
     ):
         entries = (num_pages + 1, page_size)
         key_page = (head_dim, page_size) if keys_transposed else (page_size, head_dim)
         scaled = dtype == torch.int8
+        self.device = torch.device(device)
         try:
-            keys = MappedZeros((num_pages + 1, *key_page), dtype)
-            values = MappedZeros((*entries, head_dim), dtype)
-            scales = [MappedZeros(entries, torch.float32) for _ in range(2 * scaled)]
-            masses, positions = MappedZeros(entries, torch.float32), MappedZeros(entries, torch.int32)
+            keys = self._zeros((num_pages + 1, *key_page), dtype)
+            values = self._zeros((*entries, head_dim), dtype)
+            scales = [self._zeros(entries, torch.float32) for _ in range(2 * scaled)]
+            masses, positions = self._zeros(entries, torch.float32), self._zeros(entries, torch.int32)
             self._free = np.ones(num_pages + 1, dtype=bool)
             self._used_before = np.zeros(num_pages + 1, dtype=bool)
-        except (MemoryError, OSError, ValueError, OverflowError) as error:
+        except (MemoryError, OSError, ValueError, OverflowError, torch.OutOfMemoryError) as error:
             total = num_pages * page_bytes(page_size, head_dim, dtype)
             raise ConfigError(
                 f"The KV pool of {total:,} bytes could not be allocated; ask for less with kv_hot."
@@ -82,10 +93,16 @@ class PagePool:
         self.dtype = dtype
         self.keys_transposed = keys_transposed
         self.poison = poison
+        self.kernels = kernels
         self._free[0] = False
         self.num_free = num_pages
         self._lowest = 1
         self._freed_bytes = 0
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedZeros | DeviceZeros:
+        if self.device.type == "cpu":
+            return MappedZeros(shape, dtype)
+        return DeviceZeros(shape, dtype, self.device)
 
     @property
     def page_bytes(self) -> int:
@@ -140,7 +157,7 @@ class PagePool:
             self._used_before[max(first for first, _ in zeros) : min(last for _, last in zeros)] = False
 
     def _fill(self, ids: np.ndarray, number: float) -> None:
-        index = torch.from_numpy(ids)
+        index = torch.from_numpy(ids).to(self.device)
         for tensor in (mapped.tensor for mapped in self._mapped):
             # Whole numbers cannot be poisoned with a NaN; their scales are.
             tensor[index] = number if tensor.is_floating_point() or number == 0 else -1
@@ -170,21 +187,24 @@ class PagePool:
     ) -> None:
         """Set rows [n, head_dim] in the KV dtype, and their scales [n] if that is int8, at slots [n]: what
         `take_rows` gave."""
+        flat, keys, values = (tensor.to(self.device) for tensor in (flat, keys, values))
         if self.keys_transposed:
             self.keys[flat // self.page_size, :, flat % self.page_size] = keys
         else:
             self.keys.view(-1, self.head_dim).index_copy_(0, flat, keys)
         self.values.view(-1, self.head_dim).index_copy_(0, flat, values)
         if self.key_scales is not None and self.value_scales is not None:
-            self.key_scales.view(-1)[flat] = key_scales  # type: ignore[assignment]
-            self.value_scales.view(-1)[flat] = value_scales  # type: ignore[assignment]
+            assert key_scales is not None and value_scales is not None
+            self.key_scales.view(-1)[flat] = key_scales.to(self.device)
+            self.value_scales.view(-1)[flat] = value_scales.to(self.device)
 
     def write_entries(self, slots: Tensor, positions: Tensor, log_mass: Tensor | float = 0.0) -> None:
         """Set position and log mass of the entries at slots [...]; both broadcast to it."""
-        flat = slots.reshape(-1)
-        self.positions.view(-1)[flat] = positions.to(torch.int32).expand(slots.shape).reshape(-1)
+        flat = slots.reshape(-1).to(self.device)
+        logical = positions.to(torch.int32).expand(slots.shape).reshape(-1)
+        self.positions.view(-1)[flat] = logical.to(self.device)
         if isinstance(log_mass, Tensor):
-            log_mass = log_mass.expand(slots.shape).reshape(-1)
+            log_mass = log_mass.expand(slots.shape).reshape(-1).to(self.device)
         self.log_mass.view(-1)[flat] = log_mass
 
     def read_rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,19 +219,24 @@ class PagePool:
     def take_rows(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Keys and values [n, head_dim] at slots [n] as they are stored, and their scales [n] if the KV dtype
         is int8."""
+        flat = flat.to(self.device)
         if self.keys_transposed:
             keys = self.keys[flat // self.page_size, :, flat % self.page_size]
         else:
             keys = self.keys.view(-1, self.head_dim).index_select(0, flat)
         values = self.values.view(-1, self.head_dim).index_select(0, flat)
+        keys, values = keys.cpu(), values.cpu()
         if self.key_scales is None or self.value_scales is None:
             return keys, values, None, None
-        return keys, values, self.key_scales.view(-1)[flat], self.value_scales.view(-1)[flat]
+        return keys, values, self.key_scales.view(-1)[flat].cpu(), self.value_scales.view(-1)[flat].cpu()
 
     def replace_rows(self, target: Tensor, keys: Tensor, values: Tensor, source: Tensor) -> None:
         """Write rows [n, head_dim] to slots [n]. A key or a value that is the one at its `source` slot [n]
         stays so bit for bit; rounding it again to int8 could change its last bit. `target` may overlap
         `source`."""
+        if self.kernels is not None:
+            self.kernels.replace(self, target, keys, values, source)
+            return
         stored, key_scales = round_rows(keys, self.dtype)
         weights, value_scales = round_rows(values, self.dtype)
         if key_scales is not None and value_scales is not None:
@@ -226,7 +251,12 @@ class PagePool:
     def stored(self, slots: Tensor) -> Stored:
         """Copies of whole entries at slots [n], as they are."""
         taken = self.take_rows(slots)
-        return Stored(*taken, self.log_mass.view(-1)[slots], self.positions.view(-1)[slots])
+        return Stored(*taken, *self.masses_and_positions(slots))
+
+    def masses_and_positions(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Log masses (float32) and positions (int32) of the entries at slots [...]."""
+        slots = slots.to(self.device)
+        return self.log_mass.view(-1)[slots].cpu(), self.positions.view(-1)[slots].cpu()
 
     def put(self, slots: Tensor, rows: Stored) -> None:
         """Write whole entries to slots [n], as they are."""
@@ -235,7 +265,10 @@ class PagePool:
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
         """Copy whole entries from slots to slots, bit for bit; the sets may overlap."""
-        self.put(target, self.stored(source))
+        if self.kernels is not None:
+            self.kernels.move(self, source, target)
+        else:
+            self.put(target, self.stored(source))
 
     def read_pages(self, ids: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Gather whole pages: keys and values [len(ids) * page_size, head_dim], as `read_rows`.
@@ -247,6 +280,11 @@ class PagePool:
             keys = self._rows_of(self.keys, ids, self.key_scales, self.keys_transposed)
             return keys, self._rows_of(self.values, ids, self.value_scales)
         width = self.page_size * self.head_dim
+        if self.device.type != "cpu":
+            ids = ids.to(self.device)
+            rows = (t.view(-1, width).index_select(0, ids).cpu() for t in (self.keys, self.values))
+            keys, values = (t.view(-1, self.head_dim) for t in rows)
+            return keys, values
         if out is None:
             out = self.keys.new_empty(2, len(ids) * width)
         torch.index_select(self.keys.view(-1, width), 0, ids, out=out[0].view(-1, width))
@@ -254,15 +292,16 @@ class PagePool:
         return out[0].view(-1, self.head_dim), out[1].view(-1, self.head_dim)
 
     def _rows_of(self, pages: Tensor, ids: Tensor, scales: Tensor | None, transposed: bool = False) -> Tensor:
+        ids = ids.to(self.device)
         taken = pages.view(len(pages), -1).index_select(0, ids)
         if transposed:
             taken = taken.view(-1, self.head_dim, self.page_size).transpose(1, 2)
         rows = taken.reshape(-1, self.head_dim)
-        return rows if scales is None else rows * scales.index_select(0, ids).view(-1, 1)
+        return rows.cpu() if scales is None else (rows * scales.index_select(0, ids).view(-1, 1)).cpu()
 
     def copy_pages(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy whole pages with everything in them."""
-        src, dst = torch.from_numpy(source), torch.from_numpy(target)
+        src, dst = (torch.from_numpy(ids).to(self.device) for ids in (source, target))
         for tensor in (mapped.tensor for mapped in self._mapped):
             tensor[dst] = tensor[src]
 

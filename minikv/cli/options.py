@@ -86,7 +86,12 @@ ENGINE = (
         "kv_dtype", "text", "KV entries: auto, float32, float16, bfloat16 or int8.", "auto", metavar="TYPE"
     ),
     Option("kv_hot", "text", "Ceiling of the KV cache in memory, such as 64MiB.", metavar="SIZE"),
-    Option("kv_warm", "text", "Memory for what leaves the KV cache, and for beginnings of prompts.", metavar="SIZE"),
+    Option(
+        "kv_warm",
+        "text",
+        "Memory for what leaves the KV cache, and for beginnings of prompts.",
+        metavar="SIZE",
+    ),
     Option("kv_cold", "text", "A file for what warm has no room for.", metavar="PATH:SIZE"),
     Option("kv_error", "float", "Relative error that demoted entries may have; 0: exact.", "0.0"),
     Option(
@@ -97,8 +102,8 @@ ENGINE = (
         flag="--prefix-store",
     ),
     Option("max_context", "int", "Tokens a sequence may reach; at most the model's own limit."),
-    Option("device", "text", "auto or cpu.", "auto", metavar="NAME"),
-    Option("backend", "text", "Kernels: auto, cpu, torch or reference.", "auto", metavar="NAME"),
+    Option("device", "text", "auto, cpu or cuda.", "auto", metavar="NAME"),
+    Option("backend", "text", "Kernels: auto, cpu, torch, reference or triton.", "auto", metavar="NAME"),
     Option("weights", "text", "Weights in memory: auto, q4, q8, bf16 or f32.", "auto", metavar="TYPE"),
     Option("threads", "int", "CPU threads."),
     Option("max_seqs", "int", "Sequences that hold KV at once.", "16"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,25 @@ from minikv.errors import ConfigError
 from minikv.kernels.batch import Batch
 from minikv.kernels.slots import SlotKernels
 
-BACKENDS = ("cpu", "torch", "reference")
+if TYPE_CHECKING:
+    from minikv.cache.pool import PagePool
+
+BACKENDS = ("cpu", "torch", "reference", "triton")
+
+
+CPU = torch.device("cpu")
+
+
+class EntryKernels(Protocol):
+    """One way to rewrite a pool's entries when lanes are compressed; what `PagePool` has in torch."""
+
+    def move(self, pool: PagePool, source: Tensor, target: Tensor) -> None:
+        """As `PagePool.move_rows`."""
+        ...
+
+    def replace(self, pool: PagePool, target: Tensor, keys: Tensor, values: Tensor, source: Tensor) -> None:
+        """As `PagePool.replace_rows`."""
+        ...
 
 
 class AttentionBackend(Protocol):
@@ -20,10 +38,16 @@ class AttentionBackend(Protocol):
     name: str
     page_size: int
     keys_transposed: bool  # how key pages lie in the pool
+    device: torch.device  # where the pool, the weights and the forward pass are
 
     @property
     def slots(self) -> SlotKernels | None:
         """Kernels for policies that make trees; None where those are to use torch."""
+        ...
+
+    @property
+    def entries(self) -> EntryKernels | None:
+        """Kernels that rewrite a pool's entries; None where torch is to do it."""
         ...
 
     def plan(self, batch: Batch) -> None:
@@ -61,13 +85,15 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def check_backend_name(name: str, device: str) -> None:
-    """Raise ConfigError for a backend or device that does not exist."""
-    if device not in ("auto", "cpu"):
-        raise ConfigError(f"device must be auto or cpu, not {device!r}.")
+    """Raise ConfigError for a backend or a device that does not exist, or one that is not for the other."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu or cuda, not {device!r}.")
     if name not in ("auto", *BACKENDS):
         raise ConfigError(
             f"backend must be auto, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, not {name!r}."
         )
+    if device == "cuda" and name not in ("auto", "triton"):
+        raise ConfigError(f"backend {name} runs on the CPU; use backend triton with device cuda.")
 
 
 def choose_backend(
@@ -75,7 +101,8 @@ def choose_backend(
 ) -> tuple[AttentionBackend, str]:
     """The backend for `name` (`auto` or one of `BACKENDS`) and a clause saying why.
 
-    `auto` takes the compiled kernels where they were built and fit the model, else plain torch.
+    `auto` takes the compiled kernels where they were built and fit the model, else plain torch; on
+    device cuda, which is used only where it is asked for, Triton's.
     Raises ConfigError when the one asked for cannot be used.
     """
     from minikv.kernels.reference import ReferenceBackend
@@ -86,6 +113,8 @@ def choose_backend(
         return TorchBackend(), "plain torch kernels, as asked"
     if name == "reference":
         return ReferenceBackend(), "the slow float64 oracle, as asked"
+    if name == "triton" or device == "cuda":
+        return _triton_backend(device, head_dim, page_size)
     from minikv.kernels.cpu.backend import CpuBackend, why_unusable
 
     problem = why_unusable(head_dim, page_size)
@@ -95,3 +124,17 @@ def choose_backend(
     if name == "cpu":
         raise ConfigError(f"backend cpu cannot be used: {problem}; use backend torch.")
     return TorchBackend(), f"plain torch kernels, because {problem}"
+
+
+def _triton_backend(device: str, head_dim: int, page_size: int | None) -> tuple[AttentionBackend, str]:
+    from minikv.kernels.triton.probe import interpreted, why_unusable
+
+    problem = why_unusable(device, head_dim, page_size)
+    if problem is not None:
+        raise ConfigError(f"backend triton cannot be used: {problem}.")
+    from minikv.kernels.triton.backend import TritonBackend
+
+    if interpreted():
+        return TritonBackend(), "Triton kernels interpreted on the CPU, as asked"
+    place = torch.device("cuda", torch.cuda.current_device())
+    return TritonBackend(place), f"Triton kernels on {torch.cuda.get_device_name(place)}, as asked"

@@ -20,6 +20,8 @@ class ReferenceBackend:
     page_size = 32
     keys_transposed = False
     slots = None
+    entries = None
+    device = torch.device("cpu")
 
     def plan(self, batch: Batch) -> None:
         """Nothing to prepare."""
@@ -70,4 +72,5 @@ def _lane(batch: Batch, sequence: int, layer: int, head: int) -> tuple[Tensor, T
     page_size = batch.pool.page_size
     slots = batch.lane_pages[sequence, layer, head, entry // page_size] * page_size + entry % page_size
     keys, values = batch.pool.read_rows(slots)
-    return keys.double(), values.double(), batch.pool.log_mass.view(-1)[slots].double()
+    log_mass, _ = batch.pool.masses_and_positions(slots)
+    return keys.double(), values.double(), log_mass.double()

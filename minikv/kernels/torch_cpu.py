@@ -61,6 +61,8 @@ class TorchBackend:
     page_size = 32
     keys_transposed = False
     slots = None
+    entries = None
+    device = torch.device("cpu")
 
     def plan(self, batch: Batch) -> None:
         """Sort the batch into decode groups of similar length and prefill chunks."""

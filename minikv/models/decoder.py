@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.kernels.backend import AttentionBackend
+from minikv.kernels.backend import CPU, AttentionBackend
 from minikv.kernels.batch import Batch
 from minikv.models.basis import Basis, FourierBasis, PlainBasis
 from minikv.models.config import ModelConfig
 from minikv.models.int8_linear import Int8Linear, activation_levels
-from minikv.models.linear import DenseLinear, Linear
+from minikv.models.linear import DenseLinear, DeviceLinear, Linear
 from minikv.models.rope import Rope
 from minikv.models.weights import WeightSource
 
@@ -39,7 +39,10 @@ class Decoder:
 
     weights_kind: `auto` rounds the matrices that the file has quantised to 8 bits and keeps the
     others float32, `q8` rounds all, `f32` none. All stay float32 in a model of odd sizes, and where
-    torch cannot multiply in 8 bits. With 8 bits, vectors are written in another basis.
+    torch cannot multiply in 8 bits. With 8 bits, vectors are written in another basis. `bf16` is for
+    backends on a device: products and attention in bfloat16, everything between them in float32.
+
+    A batch, the token table and logits are on the host; weights and rows of a pass where the backend is.
     """
 
     def __init__(
@@ -51,9 +54,10 @@ class Decoder:
     ):
         self.config = config
         self.backend = backend
+        self.device = backend.device
         self.rope = Rope(config.rope, config.head_dim)
         self.embedding = weights.embedding()
-        loader = _Loader(config, weights, weights_kind)
+        loader = _Loader(config, weights, weights_kind, self.device)
         self.basis = loader.basis
         self.layers = [loader.layer(index) for index in range(config.num_layers)]
         self.head = loader.head()
@@ -61,6 +65,8 @@ class Decoder:
         # are rounded to 8 bits, the last bits decide which way. In float64 they do not reach that far.
         rounded = any(isinstance(matrix, Int8Linear) for matrix in self._matrices)
         self._attention_dtype = torch.float64 if rounded else torch.float32
+        if weights_kind == "bf16":
+            self._attention_dtype = torch.bfloat16
 
     @property
     def _matrices(self) -> list[Linear]:
@@ -81,34 +87,38 @@ class Decoder:
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Logits [n, vocab] float32 of the rows [n] int64 of what `hidden_states` gave."""
         if not len(rows):
-            return hidden.new_empty(0, self.config.vocab_size)
-        return self.head(hidden.index_select(0, rows))
+            return torch.empty(0, self.config.vocab_size)
+        return self.head(hidden.index_select(0, rows.to(self.device))).to(CPU, torch.float32)
 
     @torch.inference_mode()
     def output_weight(self, layer: int) -> Tensor:
         """The output projection of a layer's attention: [hidden, query_heads * head_dim] float32."""
         output = self.layers[layer].output
-        columns = output(self.basis.inputs(torch.eye(self.config.num_query_heads * self.config.head_dim)))
-        return self.basis.plain(columns if output.bias is None else columns - output.bias).t()
+        size = self.config.num_query_heads * self.config.head_dim
+        columns = output(self.basis.inputs(torch.eye(size, device=self.device))).float()
+        return self.basis.plain(columns if output.bias is None else columns - output.bias).t().to(CPU)
 
     @torch.inference_mode()
     def hidden_states(self, batch: Batch) -> Tensor:
         """Normalised last hidden states [T, width] float32 of every row, in the decoder's basis."""
         config, backend = self.config, self.backend
         heads = config.num_query_heads + 2 * config.num_kv_heads
-        batch.cos, batch.sin = self.rope.cos_sin(batch.positions, batch.rope_lengths)
+        cos, sin = self.rope.cos_sin(batch.positions, batch.rope_lengths)
+        batch.cos, batch.sin = cos.to(self.device), sin.to(self.device)
         batch.pool.write_entries(batch.slots, batch.positions)
         batch.make_room_for_captures(config.num_layers, config.num_query_heads, config.head_dim)
         backend.plan(batch)
-        hidden = self.basis.hidden(self.embedding.lookup(batch.token_ids))
+        hidden = self.basis.hidden(self.embedding.lookup(batch.token_ids).to(self.device))
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(self._normalised(hidden)).view(batch.num_rows, heads, config.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
                 qkv = self._norm_heads(qkv, layer.q_norm, layer.k_norm)
             q, k, v = backend.rotate_and_write(qkv, batch, index)
-            if batch.captured is not None and batch.captured_norms is not None:
-                batch.captured[index] = q[batch.capture_rows]
-                batch.captured_norms[index] = hidden[batch.capture_rows].norm(dim=1)
+            if batch.capture_rows is not None and batch.captured is not None:
+                assert batch.captured_norms is not None
+                rows = batch.capture_rows.to(self.device)
+                batch.captured[index] = q[rows].to(CPU)
+                batch.captured_norms[index] = hidden[rows].norm(dim=1).to(CPU)
             attended, _ = backend.attend(q.to(self._attention_dtype), k, v, batch, index)
             hidden += layer.output(self.basis.inputs(attended.reshape(batch.num_rows, -1).float()))
             gate, up = layer.gate_up(self._normalised(hidden)).chunk(2, dim=-1)
@@ -123,7 +133,7 @@ class Decoder:
         """Qwen3: each query and key head normalised over head_dim before rotation."""
         queries, kv_heads = self.config.num_query_heads, self.config.num_kv_heads
         size, eps = self.config.head_dim, self.config.rms_norm_eps
-        q, k, v = qkv.split([queries, kv_heads, kv_heads], dim=1)
+        q, k, v = qkv.float().split([queries, kv_heads, kv_heads], dim=1)
         return torch.cat(
             (_unit_rms(q, size, eps).mul_(q_norm), _unit_rms(k, size, eps).mul_(k_norm), v), dim=1
         )
@@ -140,8 +150,8 @@ class _Loader:
     """Packs matrices, written in the basis that their kind of weights needs. The norm that comes
     before a matrix is a factor of its columns."""
 
-    def __init__(self, config: ModelConfig, weights: WeightSource, kind: str):
-        self.config, self.weights, self.kind = config, weights, kind
+    def __init__(self, config: ModelConfig, weights: WeightSource, kind: str, device: torch.device):
+        self.config, self.weights, self.kind, self.device = config, weights, kind, device
         rounds = any(self._is_rounded(name) for name in weights.names())
         self.levels = activation_levels() if rounds else None
         self.basis: Basis = PlainBasis() if self.levels is None else FourierBasis()
@@ -154,10 +164,13 @@ class _Loader:
         def norm(part: str) -> Tensor:
             return self.weights.load(f"{prefix}.{part}.weight")
 
+        def head_norm(part: str) -> Tensor | None:
+            return norm(f"self_attn.{part}").to(self.device) if config.qk_norm else None
+
         return _Layer(
             qkv=self.reading_hidden(qkv, norm("input_layernorm"), config.qkv_bias),
-            q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
-            k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
+            q_norm=head_norm("q_norm"),
+            k_norm=head_norm("k_norm"),
             output=self.writing_hidden(f"{prefix}.self_attn.o_proj", config.output_bias),
             gate_up=self.reading_hidden(
                 [f"{mlp}.gate_proj", f"{mlp}.up_proj"], norm("post_attention_layernorm"), config.mlp_bias
@@ -194,6 +207,8 @@ class _Loader:
         columns: Callable[[Tensor], Tensor],
     ) -> Linear:
         rounded = any(self._is_rounded(f"{module}.weight") for module in modules)
+        if self.kind == "bf16":
+            return DeviceLinear(columns(weight), bias, self.device, torch.bfloat16)
         if self.levels is None or not rounded:
             return DenseLinear(columns(weight).contiguous(), bias)
         return Int8Linear(weight, bias, self.levels, columns)
@@ -203,6 +218,6 @@ class _Loader:
         config = self.config
         # Transforms of an odd size have no second column that is always zero.
         possible = config.hidden_size % 2 == config.intermediate_size % 2 == 0
-        if self.kind == "f32" or not possible or len(self.weights.shape(name)) != 2:
+        if self.kind in ("f32", "bf16") or not possible or len(self.weights.shape(name)) != 2:
             return False
         return self.kind == "q8" or self.weights.blocks(name) is not None

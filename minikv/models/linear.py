@@ -54,6 +54,18 @@ class DenseLinear:
         return not torch.equal(self._product(probe[:1]), self._product(probe)[:1])
 
 
+class DeviceLinear:
+    """A weight on a device in a type of its own, to which the rows are rounded and which y has too."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype):
+        self.weight = weight.to(device, dtype)
+        self.bias = None if bias is None else bias.to(device, dtype)
+        self.nbytes = self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
 def _pack(weight: Tensor) -> Tensor | None:
     if not torch.backends.mkldnn.is_available() or weight.device.type != "cpu":
         return None

@@ -37,15 +37,13 @@ def lane_tensors(store: LaneStore, seq: int) -> dict[str, Outgoing]:
         layers = (pool.take_rows(slots[i][valid[i]])[which] for i in range(len(slots)))
         return Outgoing(pool.dtype, (len(held), pool.head_dim), layers)  # type: ignore[arg-type]
 
-    small = {
-        "lengths": torch.from_numpy(store.lengths[seq].copy()),
-        "positions": pool.positions.view(-1)[held],
-    }
+    log_mass, positions = pool.masses_and_positions(held)
+    small = {"lengths": torch.from_numpy(store.lengths[seq].copy()), "positions": positions}
     if pool.key_scales is not None and pool.value_scales is not None:
-        small["key_scales"] = pool.key_scales.view(-1)[held]
-        small["value_scales"] = pool.value_scales.view(-1)[held]
+        small["key_scales"] = pool.key_scales.view(-1)[held.to(pool.device)].cpu()
+        small["value_scales"] = pool.value_scales.view(-1)[held.to(pool.device)].cpu()
     if store.has_mass[seq]:
-        small["log_mass"] = pool.log_mass.view(-1)[held]
+        small["log_mass"] = log_mass
     if store.num_merged(seq):
         small["counts"] = store.counts(seq)[valid].int()
     tensors = {name: Outgoing.whole(tensor) for name, tensor in small.items()}

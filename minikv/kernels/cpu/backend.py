@@ -67,6 +67,8 @@ class CpuBackend:
     name = "cpu"
     page_size = PAGE_SIZE
     keys_transposed = True
+    entries = None
+    device = torch.device("cpu")
 
     def __init__(self, threads: int, isa: str | None = None):
         self.library = load_library()

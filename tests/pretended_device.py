@@ -1,0 +1,101 @@
+"""A device that is not there: its tensors are on the CPU but refuse to meet others.
+
+As on a real one, operators take tensors of one device only, apart from copies, numbers and indices; the host
+cannot look inside. So tests without a GPU find a tensor that was left behind.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+# One that torch does not try to start.
+DEVICE = torch.device("lazy", 0)
+_INDICES_MAY_DIFFER = ("aten::index", "aten::index_put_", "aten::index_put")
+_COPIES = ("aten::copy_", "aten::_to_copy")
+
+
+class Distant(torch.Tensor):
+    """A tensor on the device. `near` is what it really is."""
+
+    near: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, near: torch.Tensor):
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, near.shape, near.stride(), near.storage_offset(), dtype=near.dtype, device=DEVICE
+        )
+        self.near = near
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _call(func, args, kwargs or {})
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return _call(func, args, kwargs or {})
+
+
+def near(value):
+    """What a kernel is to be given in the place of a tensor of the device; fails for one of the host."""
+    if isinstance(value, torch.Tensor):
+        assert isinstance(value, Distant), "a kernel got a tensor of the host"
+        return value.near
+    return value
+
+
+def _is_distant(device) -> bool:
+    return device is not None and torch.device(device).type == DEVICE.type
+
+
+def _call(func, args, kwargs):
+    tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+    distant = [t for t in tensors if isinstance(t, Distant)]
+    name = func._schema.name
+    others = [t for t in tensors if not isinstance(t, Distant) and t.dim()]
+    if distant and others and name not in _COPIES:
+        indices_only = name in _INDICES_MAY_DIFFER and isinstance(args[0], Distant)
+        if not (indices_only and all(not t.is_floating_point() for t in others)):
+            raise RuntimeError(f"{name}: tensors of the host and of the device")
+    to = kwargs.get("device")
+    stays = bool(distant) if to is None else _is_distant(to)
+    if name == "aten::copy_":
+        stays = isinstance(args[0], Distant)
+    if to is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    inner_args, inner_kwargs = tree_map(lambda x: x.near if isinstance(x, Distant) else x, (args, kwargs))
+    result = func(*inner_args, **inner_kwargs)
+    if func._schema.is_mutable and func._schema.name.endswith("_"):
+        return args[0]
+    if name == "aten::_to_copy" and not stays:
+        result = result.clone()
+    wrap = lambda x: Distant(x) if stays and isinstance(x, torch.Tensor) else x  # noqa: E731
+    return tree_map(wrap, result)
+
+
+class _Kernel:
+    """A Triton kernel that is launched on what the device's tensors really are."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.kernel[grid](*map(near, args), **kwargs)
+
+
+@contextmanager
+def pretended_device(monkeypatch, kernels: dict[object, tuple[str, ...]]):
+    """Tensors can be made on DEVICE, and the `kernels` of modules take those alone."""
+    with monkeypatch.context() as patch, torch.no_grad(), _Mode():
+        # Tensors of inference mode cannot be wrapped.
+        for name in ("__enter__", "__exit__"):
+            patch.setattr(torch.inference_mode, name, lambda *_: None)
+        for module, names in kernels.items():
+            for name in names:
+                patch.setattr(module, name, _Kernel(getattr(module, name)))
+        yield

@@ -1,0 +1,116 @@
+"""Every tensor of a pass is where it has to be: the engine on a device that is only pretended."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from keeping import keep
+from pretended_device import DEVICE, Distant, pretended_device
+from tiny import TINY, RandomWeights, drain, greedy, prompt
+from triton_tools import HEAD_DIMS, INTERPRETED_ONLY  # before the kernels: it skips if there is no triton
+
+from minikv.cache.lanes import LaneStore
+from minikv.cache.pool import PagePool
+from minikv.config import EngineConfig
+from minikv.engine import Engine
+from minikv.kernels.backend import CPU
+from minikv.kernels.triton import backend as backend_module
+from minikv.kernels.triton import entries as entries_module
+from minikv.kernels.triton.backend import TritonBackend
+from minikv.kernels.triton.entries import TritonEntries
+from minikv.models.decoder import Decoder
+from minikv.scheduler.request import Lanes
+
+pytestmark = INTERPRETED_ONLY
+
+KERNELS = {
+    backend_module: ("rotate_and_write", "attend_lanes", "merge_splits"),
+    entries_module: ("copy_entries", "put_rounded"),
+}
+
+
+def test_the_pretended_device_keeps_its_tensors_apart(monkeypatch):
+    with pretended_device(monkeypatch, KERNELS):
+        there, here = torch.ones(3, device=DEVICE), torch.ones(3)
+        assert isinstance(there, Distant) and there.device.type == DEVICE.type
+        assert isinstance(there + 1, Distant) and not isinstance(there.to(CPU), Distant)
+        assert isinstance(there[torch.tensor([0, 2])], Distant)
+        with pytest.raises(RuntimeError, match="of the host and of the device"):
+            there + here
+        with pytest.raises(AssertionError, match="a tensor of the host"):
+            entries_module.copy_entries[(1,)](here)
+
+
+def talk(device, cache, kv_dtype, **changes):
+    """Two turns of a conversation, the second after the pages moved; what was said."""
+    config = TINY.__class__(**{**TINY.__dict__, "head_dim": HEAD_DIMS[0], **changes})
+    decoder = Decoder(config, RandomWeights(config), TritonBackend(device), "bf16")
+    engine = Engine(
+        decoder,
+        EngineConfig(debug_checks=True, prefill_chunk=32),
+        kv_dtype,
+        16,
+        (),
+        entry_kernels=decoder.backend.entries,
+        device=device,
+    )
+    ids, lanes, said = prompt(50), Lanes(), []
+    for turn in range(2):
+        (request,) = engine.add(ids, greedy(3), lanes=lanes, cache=cache)
+        collector = drain(engine)
+        assert collector.reason(request) == "length", collector.finished[request].message
+        said.append(collector.tokens[request])
+        ids = [*ids, *said[-1], *prompt(5, seed=turn)]
+    return said, engine.store.pool
+
+
+@pytest.mark.parametrize(
+    ("policy", "kv_dtype", "changes"),
+    [
+        (None, torch.bfloat16, {"qkv_bias": True, "architecture": "qwen2"}),
+        ("adakv", torch.bfloat16, {"qk_norm": True, "architecture": "qwen3"}),
+        ("gracekv", torch.int8, {}),
+    ],
+)
+def test_nothing_of_a_pass_or_a_compression_is_left_behind(policy, kv_dtype, changes, monkeypatch):
+    cache = None if policy is None else keep(policy, 0.4, refit=policy == "gracekv")
+    expected, _ = talk(CPU, cache, kv_dtype, **changes)
+    with pretended_device(monkeypatch, KERNELS):
+        said, pool = talk(DEVICE, cache, kv_dtype, **changes)
+    assert said == expected
+    assert all(isinstance(t, Distant) for t in (pool.keys, pool.values, pool.log_mass, pool.positions))
+
+
+def handled(device, dtype):
+    """What lanes hold after a fork, a cut, compaction in place and to fresh pages, and a way out and back."""
+    pool = PagePool(60, 16, 64, dtype, poison=True, device=device)
+    pool.kernels = TritonEntries()
+    store = LaneStore(pool, 4, 2, 2, 100)
+    generator = torch.Generator().manual_seed(0)
+    seq = store.open()
+    assert store.reserve(seq, 70)
+    slots = torch.from_numpy(store.next_slots(seq, 70))
+    rows = torch.randn(2, *slots.shape, 64, generator=generator).to(torch.bfloat16).float()
+    pool.write_rows(slots, *(rows.to(device)))
+    pool.write_entries(slots, torch.arange(70), torch.rand(slots.shape, generator=generator))
+    store.append(seq, 70)
+    store.has_mass[seq] = True
+    twin = store.fork(seq)
+    store.truncate(twin, 60)
+    for fresh in (False, True):
+        longest = int(store.lengths[twin].max())
+        store.rewrite(twin, torch.rand(2, 2, longest, generator=generator) < 0.7, fresh)
+    chosen = torch.arange(int(store.lengths[seq, 1].max())).expand(2, -1) >= 30
+    out = store.take(seq, 1, chosen)
+    store.check()
+    return [pool.stored(store.slots(s)[0][store.slots(s)[1]]) for s in (seq, twin)] + [out.rows]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_lanes_are_handled_as_on_the_host(dtype, monkeypatch):
+    expected = handled(CPU, dtype)
+    with pretended_device(monkeypatch, KERNELS):
+        found = handled(DEVICE, dtype)
+    for got, wanted in zip(found, expected, strict=True):
+        for a, b in zip(got, wanted, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
