@@ -53,7 +53,8 @@ class CacheConfig:
     page_size: entries per page; None lets the backend choose.
     policy: what chooses the entries that stay: `full` keeps all; `window`, `snapkv`, `adakv`, `expected`
         and `compresskv` work to a budget; `adakv:SCORING` puts adakv's allocation on another scoring;
-        `gracekv` merges entries instead of dropping them.
+        `gracekv` merges entries instead of dropping them; `sekv` merges what lies between surprising tokens
+        and brings it back, from the tiers below the pool, where the queries ask for it.
     budget: what a sequence may keep, protected entries included. A float in (0, 1] is a fraction of its
         tokens, an int of at least 1 entries per lane on average, a size such as `"64MiB"` a hard ceiling
         on the bytes of its pages. None only with policy `full`.
@@ -68,7 +69,8 @@ class CacheConfig:
     decode_slack: entries per lane above the budget at which a decoding sequence is compressed again;
         None: never, except under a budget in bytes.
     pinned: token ranges [start, end) that always stay.
-    profile: path of a calibration profile for `compresskv`; None takes the one shipped for the model.
+    profile: path of a calibration profile for `compresskv`, or of a router for `sekv`; None takes the one
+        shipped for the model.
     refit: correct masses and values of what a compression leaves, so that lanes answer as before;
         None: if the policy does so by itself.
     """
@@ -130,12 +132,17 @@ class CacheConfig:
                     '256, or a size such as "64MiB".'
                 )
             parse_budget(self.budget)
+        if self.policy == "sekv" and self.evicted == "demote":
+            raise ConfigError(
+                "policy sekv keeps everything below the pool anyway and brings back what is asked for; "
+                'leave evicted at "drop".'
+            )
         if self.profile is None:
             return
         if not isinstance(self.profile, str):
             raise ConfigError(f"profile must be a path, not {shown(self.profile)}.")
-        if "compresskv" not in self.policy:
-            raise ConfigError(f"profile is read by compresskv only, not by policy {self.policy}.")
+        if "compresskv" not in self.policy and self.policy != "sekv":
+            raise ConfigError(f"profile is read by compresskv and sekv only, not by policy {self.policy}.")
 
     @property
     def too_short(self) -> int:

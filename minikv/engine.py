@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.compress import Compressor, Ranges
+from minikv.cache.spans.zoom import Counters, zoom_in
 from minikv.cache.tiers.below import Below
 from minikv.cache.tiers.storage import Storage
 from minikv.config import CacheConfig, EngineConfig, check_ranges
@@ -28,11 +29,12 @@ from minikv.memory import make_store, resolve_context
 from minikv.models.config import ModelConfig
 from minikv.results import FinishReason
 from minikv.sampling import Sample, Sampler, SamplingParams, sample_batch
+from minikv.scheduler.areas import ask_area, zooming
 from minikv.scheduler.batching import build_batch
 from minikv.scheduler.prefix import Prefixes
 from minikv.scheduler.recording import record_queries, record_surprisal
 from minikv.scheduler.request import Event, FinishEvent, Lanes, Request, State, TokenEvent
-from minikv.scheduler.retention import FindProfile, Retention, Retentions
+from minikv.scheduler.retention import FindProfile, FindRouter, Retention, Retentions
 from minikv.scheduler.scheduler import Scheduled, Scheduler
 
 _LOG = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class Engine:
         fingerprint: str = "",
         entry_kernels: EntryKernels | None = None,
         device: torch.device = CPU,
+        find_router: FindRouter | None = None,
     ):
         shape = model.config
         self.model: Any = model
@@ -92,8 +95,9 @@ class Engine:
         self._next_id = 0
         self._in_use = threading.Lock()
         self._compressor = Compressor(self.store, self.model)
-        self._retentions = Retentions(self.store, config, model, find_profile)
+        self._retentions = Retentions(self.store, config, model, find_profile, find_router)
         self._retentions.get(config.cache)
+        self.zoomed = Counters()
 
     @property
     def has_work(self) -> bool:
@@ -230,6 +234,9 @@ class Engine:
             self._compute(plan)
         if self.config.debug_checks:
             self.store.check()
+            for area in self.store.areas:
+                if area is not None and area.state is not None:
+                    area.state.check()
             if self.storage is not None:
                 self.storage.tiers.check()
         events, self._events = self._events, []
@@ -293,6 +300,7 @@ class Engine:
         """Logits of a step, and the likeliest tokens where the decoder finds them on the way; its
         recorders get what they wanted."""
         batch = build_batch(self.store, plan)
+        zoom_in(self.store, batch, zooming(self.store, plan), self.zoomed)
         if not any(item.recorder is not None and item.recorder.wants_surprisal for item in plan):
             logits = self.model.forward(batch)
         else:
@@ -327,14 +335,15 @@ class Engine:
                 return False
             request.compress_s += report.seconds
             course.take(due)
+            ask_area(self.store, request)
         return True
 
     def _demote(self, request: Request, retention: Retention) -> None:
-        """Keep what the lanes hold below the pool, before a compression, if there can be a next turn."""
+        """Keep what the lanes hold below the pool, before a compression, if it can be asked for again."""
         course = request.course
-        if not retention.demotes:
+        if not retention.demotes and not retention.zooms:
             course.forget_below()  # what this turn drops is missing there
-        if self.storage is None or not retention.demotes or request.lanes is None:
+        if self.storage is None or not retention.keeps_below(request.lanes is not None):
             return
         assert request.seq is not None
         if course.below is None:

@@ -108,6 +108,7 @@ class LLM:
             threads=threads,
             progress=progress,
         )
+        finder = ProfileFinder(loaded)
         self._engine: Engine | None = Engine(
             loaded.decoder,
             config,
@@ -115,11 +116,12 @@ class LLM:
             page_size=loaded.page_size,
             eos_token_ids=loaded.tokenizer.eos_token_ids,
             keys_transposed=loaded.kernels.keys_transposed,
-            find_profile=ProfileFinder(loaded),
+            find_profile=finder,
             # Weights in other bits, or other kernels, make other rows.
             fingerprint=f"{loaded.fingerprint} {weights} {loaded.kernels.name} {loaded.instructions}",
             entry_kernels=loaded.kernels.entries,
             device=loaded.kernels.device,
+            find_router=finder.router,
         )
         self.name = loaded.name
         self.config = loaded.config

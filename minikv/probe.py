@@ -7,6 +7,8 @@ under different policies.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -15,15 +17,31 @@ from torch import Tensor
 from minikv.cache.compress import Compressor, Ranges, Report
 from minikv.cache.evidence import Recorded, Recorder, token_surprisal
 from minikv.cache.policies.base import AnyPolicy, Evidence
+from minikv.cache.spans.router import Router
+from minikv.cache.spans.routing import Zooming
+from minikv.cache.spans.share import area_of
+from minikv.cache.spans.zoom import Counters, Zoomed, check_device, zoom_in
 from minikv.cache.tiers.below import Below
 from minikv.cache.tiers.storage import Storage
 from minikv.config import CacheConfig, EngineConfig, TierConfig, format_size
 from minikv.errors import ConfigError, RequestError
+from minikv.kernels.batch import Batch
 from minikv.loading import LoadedModel, load_model
 from minikv.memory import available_bytes, make_store, resolve_context
 from minikv.scheduler.batching import Rows, batch_of
 
 Logits = Literal["none", "last", "all"]
+ROUTED = 32  # rows of a prompt that choose together which spans are zoomed in
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """What a compressed sequence has below the pool, and pages per lane for what is zoomed in of it."""
+
+    below: Below
+    pages: int
+    zooming: Zooming
+    router: Router | None
 
 
 class Probe:
@@ -31,7 +49,8 @@ class Probe:
 
     tokenizer, config (`ModelConfig`), model (the decoder), name, fingerprint: of the model;
     store, compressor: of the sequences, which are known by the numbers that `open` and `fork` give.
-    tiers: what there is to be below the page pool, for sequences that `demote`.
+    tiers: what there is to be below the page pool, for sequences that `demote` or zoom in; without, those
+    that zoom in have as much memory as they take.
     """
 
     def __init__(
@@ -61,11 +80,10 @@ class Probe:
             loaded.kernels.device,
         )
         self.compressor = Compressor(self.store, loaded.decoder)
-        self._storage: Storage | None = None
-        if tiers is not None:
-            rope = loaded.decoder.rope
-            self._storage = Storage.of(tiers, loaded.fingerprint, loaded.config, rope, loaded.kv_dtype)
+        self._tiers = tiers if tiers is not None and tiers.below else None
         self._num_tokens: dict[int, int] = {}
+        self._spans: dict[int, _Spans] = {}
+        self.zoomed = Counters()
 
     @classmethod
     def load(
@@ -116,12 +134,17 @@ class Probe:
                 "close others first."
             )
         self._num_tokens[copy] = self._num_tokens[seq]
+        if seq in self._spans:
+            self._give_area(copy, self._spans[seq])
         return copy
 
     def close(self, seq: int) -> None:
         """Free a sequence and its pages."""
         self.store.close(seq)
         del self._num_tokens[seq]
+        spans = self._spans.pop(seq, None)
+        if spans is not None and not any(other.below is spans.below for other in self._spans.values()):
+            spans.below.forget()
 
     def num_tokens(self, seq: int) -> int:
         """Logical length: tokens fed, whatever is still stored of them."""
@@ -143,6 +166,7 @@ class Probe:
         gets the evidence it wants. RequestError when context or pool are too small.
         """
         start = self._num_tokens[seq]
+        chunk = min(chunk, ROUTED) if seq in self._spans else chunk
         self._check_room([seq], [ids])
         outputs = []
         for first in range(0, len(ids), chunk):
@@ -166,20 +190,43 @@ class Probe:
 
         Returns per sequence the logits of its last row [vocab], or of all its rows [n, vocab]. `ids` of a
         sequence are not its prompt: with dynamic RoPE each is rotated for its own position.
+
+        Sequences with spans are fed in several passes, as they would be in an engine: row by row where all
+        logits are wanted, which are those of a reply, and else some rows together.
         """
         self._check_room(seqs, ids_per_seq)
-        parts = [
-            Rows(seq, ids, self._num_tokens[seq], 0, logits)
-            for seq, ids in zip(seqs, ids_per_seq, strict=True)
-        ]
+        size = 1 if logits == "all" else ROUTED
+        outputs: list[list[Tensor]] = [[] for _ in seqs]
+        left = dict(enumerate(map(list, ids_per_seq)))
+        while left:
+            taken = {place: ids[:size] if seqs[place] in self._spans else ids for place, ids in left.items()}
+            parts = [
+                Rows(seqs[place], ids, self._num_tokens[seqs[place]], 0, logits)
+                for place, ids in taken.items()
+            ]
+            for place, rows in zip(taken, self._pass(parts, logits), strict=True):
+                outputs[place].append(rows)
+            left = {place: rest for place, ids in left.items() if (rest := ids[len(taken[place]) :])}
+        return [rows[-1] if logits == "last" else torch.cat(rows) for rows in outputs]
+
+    def _pass(self, parts: Sequence[Rows], logits: Literal["last", "all"]) -> list[Tensor]:
         for part in parts:
             self._reserve(part.seq, len(part.ids))
-        out = self.model.forward(batch_of(self.store, parts))
+        out = self.model.forward(self._batch(parts))
         for part in parts:
             self._append(part.seq, len(part.ids))
         if logits == "last":
             return list(out)
         return list(out.split([len(part.ids) for part in parts]))
+
+    def _batch(self, parts: Sequence[Rows]) -> Batch:
+        batch = batch_of(self.store, parts)
+        wanted = []
+        for index, part in enumerate(parts):
+            if (spans := self._spans.get(part.seq)) is not None:
+                wanted.append(Zoomed(index, part.seq, spans.below, spans.zooming, spans.router))
+        zoom_in(self.store, batch, wanted, self.zoomed)
+        return batch
 
     # Compressing
 
@@ -195,23 +242,59 @@ class Probe:
         recorded: Recorded | None = None,
         pinned: Ranges = (),
     ) -> Report:
-        """Compress a sequence with a policy of either kind; see `Compressor.compress`."""
+        """Compress a sequence with a policy of either kind; see `Compressor.compress`. Of a policy whose
+        merged entries are zoomed in again, the bytes are with the pages for that, which are taken at once."""
         recorded = recorded or Recorded()
-        return self.compressor.compress(seq, policy, cache, self._num_tokens[seq], recorded, pinned)
+        zooms: bool = getattr(policy, "zooms", False)
+        below = None
+        if zooms:
+            check_device(self.store.pool, policy.name)
+            below = Below(self._storage) if seq not in self._spans else self._spans[seq].below
+            self.demote(seq, below)
+        try:
+            report = self.compressor.compress(seq, policy, cache, self._num_tokens[seq], recorded, pinned)
+        except BaseException:
+            if below is not None and seq not in self._spans:
+                below.forget()
+            raise
+        limit = cache.limit
+        if below is None or limit is None:
+            return report
+        if not self.store.num_merged(seq):
+            below.forget()
+            return report
+        pages, rows = area_of(limit, getattr(policy, "resident", 1.0), self.store, self._num_tokens[seq])
+        zooming = replace(getattr(policy, "zooming", Zooming(0)), rows=rows)
+        self._give_area(seq, _Spans(below, pages, zooming, getattr(policy, "router", None)))
+        return replace(report, bytes=(report.bytes[0], self.store.bytes_of(seq)))
+
+    @cached_property
+    def _storage(self) -> Storage:
+        """Where spans are kept: in the tiers that were asked for, else in memory, without a ceiling."""
+        tiers = self._tiers or TierConfig(warm=f"{1 << 40}B")
+        storage = Storage.of(tiers, self.fingerprint, self.config, self.model.rope, self.kv_dtype)
+        assert storage is not None
+        return storage
+
+    def _give_area(self, seq: int, spans: _Spans) -> None:
+        self._spans[seq] = spans
+        self.store.ask_area(seq, spans.pages)
+        if not self.store.take_area(seq):
+            raise RequestError("The KV pool is too full for what is zoomed in; close other sequences first.")
 
     # Demoting
 
     def below(self) -> Below:
         """A place for what one sequence demotes; the caller has to `forget` it. ConfigError without tiers
         below the pool."""
-        if self._storage is None:
+        if self._tiers is None:
             raise ConfigError("Nothing can be demoted without a tier below the pool; give tiers a warm size.")
         return Below(self._storage)
 
     @property
     def room_below(self) -> int:
         """Bytes that the tiers below the pool can still take."""
-        return 0 if self._storage is None else self._storage.tiers.limit - self._storage.tiers.nbytes
+        return self._storage.tiers.limit - self._storage.tiers.nbytes
 
     def demote(self, seq: int, below: Below) -> None:
         """Keep what a sequence holds of the tokens since it was last compressed; to be done before it is
@@ -242,7 +325,7 @@ class Probe:
         """Compute rows and hand the recorder what it wants; `following` are the tokens after each row."""
         count = len(rows.ids)
         self._reserve(rows.seq, count)
-        batch = batch_of(self.store, [rows])
+        batch = self._batch([rows])
         hidden = self.model.hidden_states(batch)
         self._append(rows.seq, count)
         if recorder is not None:

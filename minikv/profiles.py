@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 
 from minikv.cache.policies.profile import HeadProfile
+from minikv.cache.policies.registry import ZOOMING_NAMES
+from minikv.cache.spans.router import Router
 from minikv.config import CacheConfig
 from minikv.loading import LoadedModel
 
@@ -15,6 +17,17 @@ class ProfileFinder:
     def __init__(self, model: LoadedModel):
         self._model = model
         self._warned = False
+
+    def router(self, cache: CacheConfig) -> Router | None:
+        """The router for policy sekv: that of the file which the configuration names, or else the one shipped
+        for the model, if there is one. Raises ConfigError for a file that is no router of this model."""
+        if cache.policy not in ZOOMING_NAMES:
+            return None
+        from minikv.calibration.router_file import find_shipped_router, load_router_for
+
+        if cache.profile is not None:
+            return load_router_for(cache.profile, self._model)
+        return find_shipped_router(self._model.fingerprint)
 
     def __call__(self, cache: CacheConfig) -> HeadProfile | None:
         """The profile, None for policies that read none. Raises ConfigError, naming what differs, for a

@@ -156,7 +156,7 @@ def test_the_whole_context_as_a_budget_changes_nothing(model: Path) -> None:
         (("--kv-policy", "snapkv", "--kv-budget", "0.5", "--kv-slack", "0"), "at least 1"),
         (("--kv-policy", "snapkv", "--kv-budget", "0.5", "--kv-sinks", "-1"), "at least 0"),
         (("--kv-policy", "snapkv", "--kv-budget", "0.5", "--kv-window", "0"), "at least 1"),
-        (("--kv-policy", "snapkv", "--kv-budget", "0.5", "--kv-profile", "p"), "compresskv only"),
+        (("--kv-policy", "snapkv", "--kv-budget", "0.5", "--kv-profile", "p"), "compresskv and sekv only"),
         (("--kv-policy", "compresskv", "--kv-budget", "0.5", "--kv-profile", "no-such-file"), "no-such-file"),
     ],
 )

@@ -166,7 +166,7 @@ def test_budgets_typed_wrongly(text):
         ({"policy": "snapkv", "budget": 1, "decode_slack": 0}, "decode_slack must be"),
         ({"policy": "snapkv", "budget": 1, "window": 0}, "window must be"),
         ({"policy": "snapkv", "budget": 1, "sinks": -1}, "sinks must be"),
-        ({"policy": "snapkv", "budget": 1, "profile": "x"}, "read by compresskv only"),
+        ({"policy": "snapkv", "budget": 1, "profile": "x"}, "read by compresskv and sekv only"),
         ({"policy": "snapkv", "budget": 1, "pinned": ((4, 4),)}, "token ranges"),
     ],
 )

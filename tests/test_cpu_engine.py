@@ -11,7 +11,7 @@ from tiny import TINY, Collector, RandomWeights, drain, greedy, prompt
 
 from minikv.cache.lanes import LaneStore
 from minikv.cache.pool import PagePool, page_bytes
-from minikv.config import EngineConfig, TierConfig
+from minikv.config import CacheConfig, EngineConfig, TierConfig
 from minikv.engine import Engine
 from minikv.kernels.cpu.backend import CpuBackend
 from minikv.kernels.cpu.library import LibraryMissing, load_library
@@ -256,3 +256,37 @@ def test_captured_queries_are_the_rotated_ones_of_the_plain_decoder():
     torch.testing.assert_close(captured[0], captured[1], rtol=1e-4, atol=1e-5)
     assert norms[0].shape == (CONFIG.num_layers, 3)
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+def test_spans_are_zoomed_in_as_in_the_plain_decoder(dtype):
+    """Routing runs inside the library's call, between writing and attending."""
+    cache = CacheConfig(policy="sekv", budget=80, sinks=2, recent=4, window=6)
+    tiers = TierConfig(warm="64MiB")
+    config = EngineConfig(debug_checks=True, max_context=256, tiers=tiers)
+    plain = Decoder(CONFIG, RandomWeights(CONFIG), TorchBackend(), "f32")
+    said = []
+    for decoder in (packed(CONFIG), plain):
+        engine = Engine(decoder, config, dtype, PAGE, (), keys_transposed=decoder is not plain)
+        (request,) = engine.add(prompt(180), greedy(40), cache=cache)
+        said.append(drain(engine).tokens[request])
+        assert engine.zoomed.rows > 0
+    assert said[0] == said[1]
+
+
+def test_what_fails_while_routing_ends_the_requests_of_the_step():
+    config = EngineConfig(debug_checks=True, max_context=256, tiers=TierConfig(warm="64MiB"))
+    engine = Engine(packed(CONFIG), config, torch.float16, PAGE, (), keys_transposed=True)
+    cache = CacheConfig(policy="sekv", budget=80, sinks=2, recent=4, window=6)
+    (request,) = engine.add(prompt(180), greedy(40), cache=cache)
+    for _ in range(3):  # the prompt may be computed in blocks
+        engine.step()
+
+    def fail(*_):
+        raise MemoryError
+
+    below = engine.scheduler.running[0].course.below
+    below.rows = fail
+    collector = drain(engine)
+    assert collector.finished[request].reason == "error"
+    assert engine.store.pool.num_free == engine.store.pool.num_pages

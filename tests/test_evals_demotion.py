@@ -210,6 +210,13 @@ def test_without_room_below_nothing_is_measured(loaded, tiers: TierConfig | None
     assert probe.store.pool.num_free == free
 
 
+def test_copies_that_zoom_in_share_the_tiers_with_those_that_demote(loaded) -> None:
+    together = measured(loaded, plan_of("snapkv+demote", "sekv"))
+    apart = [*measured(loaded, plan_of("snapkv+demote")), *measured(loaded, plan_of("sekv"))]
+    assert {r.policy for r in together} == {"full", "snapkv+demote", "sekv"}
+    assert {repr(r) for r in together} == {repr(r) for r in apart}
+
+
 def test_copies_answer_in_smaller_groups_where_there_is_little_room_below(loaded, monkeypatch) -> None:
     plan = plan_of("snapkv+demote", "expected+demote", "window+demote")
     groups, of_group = [], Sweep._of_group

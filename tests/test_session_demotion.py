@@ -460,3 +460,14 @@ def test_spans_that_were_written_again_as_they_were_are_taken(current, demoted, 
     path = Path(shutil.copy(demoted, tmp_path / "talk"))
     forge(path, tensors=span_change(lambda span: sealed(span.header, span.body)))
     current[0].load_session(path).close()
+
+
+def test_a_loaded_session_zooms_in_on_what_was_kept_below(model, tmp_path):
+    with load(model, tiers=TIERS) as one, load(model, tiers=TIERS) as other:
+        session = begun(one, keep("sekv", 48))
+        session.save(tmp_path / "s")
+        loaded = other.load_session(tmp_path / "s")
+        assert more(loaded) == more(session)
+        assert other.engine.zoomed.rows > 0
+        loaded.close()
+        assert other.engine.storage.tiers.nbytes == 0

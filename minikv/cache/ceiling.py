@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,6 +41,14 @@ class Ceiling:
     def per_lane(self) -> int:
         """Entries that every lane can hold when all are equally long."""
         return self.max_pages // self.num_lanes * self.page_size
+
+    def part(self, share: float) -> Ceiling:
+        """What is left when as many whole pages of every lane are taken away as the rest of `share` holds."""
+        return replace(self, max_pages=self.max_pages - self.pages_beside(share) * self.num_lanes)
+
+    def pages_beside(self, share: float) -> int:
+        """Pages per lane that `part` takes away."""
+        return int((1 - share) * (self.max_pages // self.num_lanes))
 
     def slack(self, asked: int | None) -> int:
         """Entries per lane to leave free for tokens to come: as asked, but at most half of what a lane

@@ -281,14 +281,19 @@ class Compressor:
         if limit is None:
             return None
         ceiling = None
+        # What is zoomed in has its own part of the budget, from the first merged entry on.
+        share, merged = getattr(policy, "resident", 1.0), self.store.num_merged(seq)
         if limit.kind == "bytes":
-            ceiling = Ceiling.of(limit, self.store)
-            fits = ceiling.pages(lengths.numpy(), room) <= ceiling.max_pages
+            whole = Ceiling.of(limit, self.store)
+            ceiling = whole.part(share)
+            fitting = ceiling if merged else whole
+            fits = fitting.pages(lengths.numpy(), room) <= fitting.max_pages
             total = ceiling.max_pages * ceiling.page_size - self.store.num_lanes * room
             capacity = ceiling.per_lane - room
         else:
-            total = limit.entries(of_tokens or num_tokens, self.store.num_lanes)
-            fits = total >= int(lengths.sum()) or num_tokens <= cache.too_short
+            whole = limit.entries(of_tokens or num_tokens, self.store.num_lanes)
+            total = max(self.store.num_lanes, int(share * whole))
+            fits = (total if merged else whole) >= int(lengths.sum()) or num_tokens <= cache.too_short
             capacity = total // self.store.num_lanes
         if fits:
             return None

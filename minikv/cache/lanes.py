@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minikv.cache.area import Area
 from minikv.cache.entries import Entries
 from minikv.cache.merged import Merged
 from minikv.cache.pool import PagePool
@@ -34,6 +35,9 @@ class LaneStore:
         pool.allocate --> reserve / fork / rewrite(fresh) / insert --> a lane of an open sequence
         a lane        --> truncate / rewrite / replace / close     --> pool.free, in the same call
 
+    or exactly one place of the area of a sequence (`area`), which is given up whenever its lanes change
+    other than by `append`.
+
     An entry stands for one token unless `replace` or `insert` has put it there; how many it then stands
     for is kept here on the host, as kernels need the log mass alone.
     """
@@ -54,6 +58,8 @@ class LaneStore:
         # Entries that every lane of a sequence has room for on the pages that it holds, at least: a
         # number to look at in each step where counting over all lanes would take its time.
         self._room = [0] * max_seqs
+        self.areas: list[Area | None] = [None] * max_seqs
+        self._area_asked = [0] * max_seqs
 
     # Sequences
 
@@ -72,6 +78,7 @@ class LaneStore:
     def close(self, seq: int) -> None:
         """Free every page of the sequence and the sequence itself."""
         assert self._open[seq], "the sequence is not open"
+        self.release_area(seq)
         self._shrink(seq, np.zeros(self.lane_shape, dtype=np.int32))
         self.lengths[seq] = 0
         self.has_mass[seq] = False
@@ -80,7 +87,10 @@ class LaneStore:
         self._open[seq] = False
 
     def fork(self, source: int) -> int | None:
-        """A copy of a sequence on pages of its own, or None when sequences or pages are short."""
+        """A copy of a sequence on pages of its own, without its area, or None when sequences or pages are
+        short."""
+        if (area := self.areas[source]) is not None:
+            area.reset()
         counts = -(-self.lengths[source] // self.pool.page_size)
         if not self.num_free_seqs or int(counts.sum()) > self.pool.num_free:
             return None
@@ -102,15 +112,17 @@ class LaneStore:
 
     def pages_missing(self, seq: int, count: int) -> int:
         """Pages that `reserve(seq, count)` would take from the pool."""
-        return int(self._missing(seq, count).sum())
+        return int(self._missing(seq, count).sum()) + self._area_missing(seq)
 
     def reserve(self, seq: int, count: int) -> bool:
-        """Make room for `count` more entries in every lane; False, changing nothing, if the pool is short."""
+        """Make room for `count` more entries in every lane, and for an area that was asked for; False,
+        changing nothing, if the pool is short."""
         if count <= self._room[seq]:
             return True
         missing = self._missing(seq, count)
-        if int(missing.sum()) > self.pool.num_free:
+        if int(missing.sum()) + self._area_missing(seq) > self.pool.num_free:
             return False
+        self._take_area(seq)
         self._grow(seq, missing)
         self._room[seq] = int((self.num_pages[seq] * self.pool.page_size - self.lengths[seq]).min())
         return True
@@ -157,6 +169,47 @@ class LaneStore:
         self.pages[seq][dropped] = 0
         self.num_pages[seq] = np.minimum(self.num_pages[seq], keep)
         self.pool.free(ids)
+
+    # Areas
+
+    def ask_area(self, seq: int, per_lane: int) -> None:
+        """Have the next `reserve` give a sequence an area of so many pages in each lane, 0 for none."""
+        area = self.areas[seq]
+        if per_lane == (0 if area is None else area.per_lane):
+            return
+        self.release_area(seq)
+        self._area_asked[seq] = per_lane
+        self._room[seq] = 0
+
+    def has_area(self, seq: int) -> bool:
+        """Whether a sequence has an area, or is to get one."""
+        return self.areas[seq] is not None or self._area_asked[seq] > 0
+
+    def release_area(self, seq: int) -> None:
+        """Give up a sequence's area, and one that it was to get; its lanes are what they were before."""
+        self._area_asked[seq] = 0
+        if (area := self.areas[seq]) is not None:
+            area.reset()
+            self.areas[seq] = None
+            self.pool.free(area.pages.astype(np.int64).reshape(-1))
+
+    def _area_missing(self, seq: int) -> int:
+        return self._area_asked[seq] * self.num_lanes
+
+    def take_area(self, seq: int) -> bool:
+        """Give a sequence the area that was asked for now; False, changing nothing, if the pool is short."""
+        if self._area_missing(seq) > self.pool.num_free:
+            return False
+        self._take_area(seq)
+        return True
+
+    def _take_area(self, seq: int) -> None:
+        if not self._area_asked[seq]:
+            return
+        ids = self.pool.allocate(self._area_missing(seq))
+        self.pool.log_mass[torch.from_numpy(ids)] = -torch.inf
+        self.areas[seq] = Area(ids.astype(np.int32).reshape(*self.lane_shape, -1))
+        self._area_asked[seq] = 0
 
     # Reading and rewriting what is stored
 
@@ -212,6 +265,7 @@ class LaneStore:
         `can_truncate` first.
         """
         assert self.can_truncate(seq, position), "a merged entry holds tokens on both sides"
+        self.release_area(seq)
         positions = self.positions(seq)
         kept = ((positions >= 0) & (positions < position)).sum(dim=-1).numpy().astype(np.int32)
         self.lengths[seq] = kept
@@ -229,6 +283,7 @@ class LaneStore:
         `fresh` they move to newly allocated pages (consecutive where the pool has runs), which
         must be free in number: a shortage raises nothing and falls back to in place.
         """
+        self.release_area(seq)
         source, valid = self.slots(seq)
         if keep.shape != source.shape:
             raise ValueError(f"keep must have shape {tuple(source.shape)}, not {tuple(keep.shape)}.")
@@ -271,6 +326,7 @@ class LaneStore:
             done; if it raises, those stay replaced and the others as they were.
         end: position after the last token of which anything has gone into another entry.
         """
+        self.release_area(seq)
         merged = (self._merged[seq] or Merged.none(self.lane_shape)).until(end)
         self._merged[seq] = merged
         self.has_mass[seq] = True
@@ -325,6 +381,7 @@ class LaneStore:
         num_tokens: logical length of the sequence, if that is more than it was. merged_end: position after
             the last token that has gone into another entry of these.
         """
+        self.release_area(seq)
         held = self.num_pages[seq].copy()
         wanted = -(-(self.lengths[seq] + added) // self.pool.page_size)
         missing = np.maximum(wanted - held, 0)
@@ -376,8 +433,9 @@ class LaneStore:
     # Counting
 
     def pages_of(self, seq: int) -> int:
-        """Pages that the sequence holds."""
-        return int(self.num_pages[seq].sum())
+        """Pages that the sequence holds, those of its area among them."""
+        area = self.areas[seq]
+        return int(self.num_pages[seq].sum()) + (0 if area is None else area.pages.size)
 
     def bytes_of(self, seq: int) -> int:
         """Bytes of the pages that the sequence holds."""
@@ -401,4 +459,7 @@ class LaneStore:
             assert (counts[stored] >= 1).all(), "an entry stands for no token"
             assert (counts.sum(axis=-1) <= self.num_tokens[seq]).all(), "a lane stands for too many tokens"
         assert (self.pages[held] > 0).all() and not self.pages[~held].any(), "a lane table has a hole"
-        self.pool.check(self.pages[held].astype(np.int64))
+        closed = [area for area, is_open in zip(self.areas, self._open, strict=True) if not is_open]
+        assert not any(closed), "a closed sequence has an area"
+        areas = [area.pages.reshape(-1) for area in self.areas if area is not None]
+        self.pool.check(np.concatenate([self.pages[held], *areas]).astype(np.int64))

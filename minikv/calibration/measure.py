@@ -97,7 +97,7 @@ def layer_errors(probe: Probe, text: Continuation, retrieval: Tensor, top_heads:
         probe.feed(seq, text.prompt, logits="none", recorder=recorder)
         length = len(text.prompt)
         keep = probe.compressor.choose(seq, policy, EVICTION, length, recorder.result())
-        rows = _feed_recorded(probe, seq, text.rest)
+        rows = feed_recorded(probe, seq, text.rest)
         keep = F.pad(keep, (0, len(text.rest)), value=True)
         total = length + len(text.rest)
         views = (probe.compressor.view(seq, layer, total, rows) for layer in range(config.num_layers))
@@ -106,7 +106,7 @@ def layer_errors(probe: Probe, text: Continuation, retrieval: Tensor, top_heads:
         probe.close(seq)
 
 
-def _feed_recorded(probe: Probe, seq: int, ids: list[int]) -> Recorded:
+def feed_recorded(probe: Probe, seq: int, ids: list[int]) -> Recorded:
     """Feed `ids`; the queries of all of them."""
     start = probe.num_tokens(seq)
     recorder = probe.record(Evidence(window=len(ids)), range(start, start + len(ids)))

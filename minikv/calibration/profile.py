@@ -31,6 +31,25 @@ from minikv.text.tokenizer import Tokenizer
 
 FORMAT = "minikv-profile"
 VERSION = "1"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file that belongs to a model: format and version in its metadata, what it is called, and the
+    command that makes one."""
+
+    format: str
+    version: str
+    name: str
+    command: str
+
+    def broken(self, path: str) -> str:
+        """That a file is none of these."""
+        what = "calibration profile" if self.name == "profile" else self.name
+        return f"{path} is damaged or not a {what}; make one with {self.command}."
+
+
+PROFILE = Kind(FORMAT, VERSION, "profile", "`minikv calibrate MODEL -o FILE`")
 # Text whose tokens tell apart tokenizers that have the same vocabulary.
 _PROBE = "Lantern 40721: naïve café – Größe, ёлка, 灯塔\n\n\tdef f(x):  return x+1"
 
@@ -114,14 +133,20 @@ def save_profile(
 
     RequestError when the file cannot be written.
     """
-    tensors = {name: t.contiguous() for name, t in vars(measurement).items() if isinstance(t, Tensor)}
-    values = {"format": FORMAT, "format_version": VERSION, "top_heads": measurement.top_heads}
-    values |= vars(identity) | dict(facts)
+    tensors = {name: t for name, t in vars(measurement).items() if isinstance(t, Tensor)}
+    values = {"top_heads": measurement.top_heads, **vars(identity), **facts}
+    write_tensors(path, tensors, values, PROFILE)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, object], kind: Kind) -> None:
+    """Write tensors and what the metadata are to say, whole or not at all. RequestError when that fails."""
+    values = {"format": kind.format, "format_version": kind.version, **facts}
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)
-        save_file(tensors, temporary, metadata={name: str(value) for name, value in values.items()})
+        save_file(whole, temporary, metadata={name: str(value) for name, value in values.items()})
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
         temporary = None
@@ -161,10 +186,17 @@ def load_profile(
         "template_hash": template_hash,
         "fingerprint": fingerprint,
     }
+    check_identity(path, metadata, wanted)
+    return _read_measurement(path, metadata).profile()
+
+
+def check_identity(
+    path: str, metadata: Mapping[str, str], wanted: Mapping[str, object], kind: Kind = PROFILE
+) -> None:
+    """ConfigError for the first thing that the metadata say otherwise; what is None is not compared."""
     for name, value in wanted.items():
         if value is not None and metadata.get(name) != str(value):
-            raise ConfigError(_mismatch(path, name, metadata.get(name), value))
-    return _read_measurement(path, metadata).profile()
+            raise ConfigError(_mismatch(path, name, metadata.get(name), value, kind))
 
 
 def load_profile_for(path: str | os.PathLike[str], model: CalibratedModel) -> HeadProfile:
@@ -172,21 +204,21 @@ def load_profile_for(path: str | os.PathLike[str], model: CalibratedModel) -> He
     return load_profile(path, **vars(identity_of(model)))
 
 
-def read_metadata(path: str) -> dict[str, str]:
-    """A profile's metadata; ConfigError when the file is not a profile of this version."""
+def read_metadata(path: str, kind: Kind = PROFILE) -> dict[str, str]:
+    """The metadata of a profile or a router; ConfigError when the file is none of this version."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
     except FileNotFoundError:
-        raise ConfigError(f"There is no profile {path}; make one with {_COMMAND}.") from None
+        raise ConfigError(f"There is no {kind.name} {path}; make one with {kind.command}.") from None
     except (OSError, SafetensorError):
-        raise ConfigError(_broken(path)) from None
-    if metadata.get("format") != FORMAT:
-        raise ConfigError(_broken(path))
-    if metadata.get("format_version") != VERSION:
+        raise ConfigError(kind.broken(path)) from None
+    if metadata.get("format") != kind.format:
+        raise ConfigError(kind.broken(path))
+    if metadata.get("format_version") != kind.version:
         raise ConfigError(
-            f"The profile {path} has format version {metadata.get('format_version')}, but this minikv reads "
-            f"version {VERSION}; make it anew with {_COMMAND}."
+            f"The {kind.name} {path} has format version {metadata.get('format_version')}, but this minikv "
+            f"reads version {kind.version}; make it anew with {kind.command}."
         )
     return metadata
 
@@ -210,7 +242,6 @@ def find_shipped(fingerprint: str) -> HeadProfile | None:
     return None
 
 
-_COMMAND = "`minikv calibrate MODEL -o FILE`"
 _WORDS = {
     "num_layers": "layers",
     "num_query_heads": "query heads per layer",
@@ -219,15 +250,16 @@ _WORDS = {
 }
 
 
-def _mismatch(path: str, name: str, found: str | None, wanted: object) -> str:
-    fix = f"give a profile that was made from this model, or make one with {_COMMAND}."
+def _mismatch(path: str, name: str, found: str | None, wanted: object, kind: Kind) -> str:
+    fix = f"give a {kind.name} that was made from this model, or make one with {kind.command}."
     if name in _WORDS:
         has = f"{found} {_WORDS[name]}"
-        return f"The profile {path} is of a model with {has}, but this model has {wanted}; {fix}"
+        return f"The {kind.name} {path} is of a model with {has}, but this model has {wanted}; {fix}"
     what = {"tokenizer_hash": "tokenizer", "template_hash": "chat template", "fingerprint": "model"}[name]
     key = {"fingerprint": "fingerprint"}.get(name, "hash")
     found, wanted = (f"{text[:12]}..." for text in (str(found), str(wanted)))
-    return f"The profile {path} was made with another {what} ({key} {found}, but here it is {wanted}); {fix}"
+    which = f"{key} {found}, but here it is {wanted}"
+    return f"The {kind.name} {path} was made with another {what} ({which}); {fix}"
 
 
 def _read_measurement(path: str, metadata: Mapping[str, str]) -> Measurement:
@@ -238,19 +270,15 @@ def _read_measurement(path: str, metadata: Mapping[str, str]) -> Measurement:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in shapes}
     except (OSError, SafetensorError, KeyError, ValueError):
-        raise ConfigError(_broken(path)) from None
+        raise ConfigError(PROFILE.broken(path)) from None
     for name, shape in shapes.items():
         tensor = tensors[name]
         finite = tensor.dtype == torch.float32 and bool(tensor.isfinite().all())
         if tuple(tensor.shape) != shape or not finite:
-            raise ConfigError(_broken(path))
+            raise ConfigError(PROFILE.broken(path))
     if not 1 <= top <= heads or bool((tensors["layer_errors"] < 0).any()):
-        raise ConfigError(_broken(path))
+        raise ConfigError(PROFILE.broken(path))
     return Measurement(**tensors, top_heads=top)
-
-
-def _broken(path: str) -> str:
-    return f"{path} is damaged or not a calibration profile; make one with {_COMMAND}."
 
 
 def _sha256(text: str) -> str:

@@ -18,6 +18,7 @@ from minikv.cli.generate import generate
 from minikv.cli.info import info
 from minikv.cli.inspect import inspect
 from minikv.cli.pull import pull
+from minikv.cli.train_router import train_router
 from minikv.version import version
 
 app = typer.Typer(
@@ -49,6 +50,7 @@ def _common(
 for _command in (chat, generate, batch, pull, info, inspect, bench, calibrate):
     app.command()(_command)
 app.command("eval")(evaluate)
+app.command("train-router")(train_router)
 
 
 def main() -> None:

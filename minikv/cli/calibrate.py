@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
@@ -16,7 +16,7 @@ from minikv.errors import ConfigError
 from minikv.version import version
 
 if TYPE_CHECKING:
-    from minikv.calibration.run import Calibration, Settings
+    from minikv.calibration.run import Calibration
     from minikv.probe import Probe
 
 MEASUREMENT = (
@@ -31,6 +31,15 @@ _LOADING = ("kv_dtype", "device", "backend", "weights", "threads", "revision", "
 LOADING = tuple(option for option in ENGINE if option.name in _LOADING)
 # The haystack, a copy of it for a question, and one to spare.
 _SEQUENCES = 3
+
+
+class Run(Protocol):
+    """Work in parts, some of which are done."""
+
+    @property
+    def total(self) -> int: ...
+    @property
+    def done(self) -> int: ...
 
 
 @takes(measurement=MEASUREMENT, engine=LOADING)
@@ -53,10 +62,10 @@ def calibrate(
     from minikv.calibration.run import Calibration, Settings
 
     settings = Settings(**measurement)
-    _check_output(output, overwrite)
-    probe = _load(model, engine)
+    check_output(output, overwrite)
+    probe = load(model, engine)
     partial = output.with_name(f"{output.name}.partial")
-    with Journal(partial, _described(settings, probe, engine), fresh=overwrite) as journal:
+    with Journal(partial, described(dataclasses.asdict(settings), probe, engine), fresh=overwrite) as journal:
         calibration = Calibration(probe, settings, journal)
         if not _measure(calibration):
             count = f"{calibration.done} of {calibration.total} measurements"
@@ -67,7 +76,8 @@ def calibrate(
     console.write_text(f"{text}Wrote {output}.\n")
 
 
-def _check_output(output: Path, overwrite: bool) -> None:
+def check_output(output: Path, overwrite: bool) -> None:
+    """Refuse a file that cannot be written, or must not be."""
     try:
         if output.is_dir():
             raise ConfigError(f"{output} is a folder; give the name of a file in it.")
@@ -83,7 +93,8 @@ def _check_output(output: Path, overwrite: bool) -> None:
         raise console.OutputError(f"Cannot write {output}: {error}.") from None
 
 
-def _load(model: str, engine: dict[str, Any]) -> Probe:
+def load(model: str, engine: dict[str, Any]) -> Probe:
+    """The model, for a run that holds few sequences at once."""
     from minikv import CacheConfig
     from minikv.loading import load_model
     from minikv.memory import available_bytes
@@ -95,7 +106,7 @@ def _load(model: str, engine: dict[str, Any]) -> Probe:
     return Probe(loaded, max_seqs=_SEQUENCES)
 
 
-def _described(settings: Settings, probe: Probe, engine: dict[str, Any]) -> dict[str, Any]:
+def described(settings: dict[str, Any], probe: Probe, engine: dict[str, Any]) -> dict[str, Any]:
     """All that decides a measurement, so that no others are mixed with it."""
     return {
         "minikv": version(),
@@ -103,7 +114,7 @@ def _described(settings: Settings, probe: Probe, engine: dict[str, Any]) -> dict
         "backend": probe.backend_name,
         "kv_dtype": str(probe.kv_dtype).removeprefix("torch."),
         "weights": engine.get("weights", "auto"),
-        **dataclasses.asdict(settings),
+        **settings,
     }
 
 
@@ -111,7 +122,7 @@ def _measure(calibration: Calibration) -> bool:
     """Make all measurements under a progress bar; False when Ctrl-C ended it early."""
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        show = _progress(calibration, stack)
+        show = show_progress(calibration, stack, "measurements")
         for _ in calibration.steps():
             show()
             if interrupts.requested:
@@ -119,7 +130,7 @@ def _measure(calibration: Calibration) -> bool:
     return True
 
 
-def _progress(calibration: Calibration, stack: ExitStack) -> Any:
+def show_progress(run: Run, stack: ExitStack, what: str) -> Any:
     """Starts a bar on stderr, if that is a terminal; a function that brings it up to date."""
     if not console.stderr_is_terminal():
         return lambda: None
@@ -127,11 +138,10 @@ def _progress(calibration: Calibration, stack: ExitStack) -> Any:
 
     columns = (BarColumn(), TextColumn("{task.fields[status]}", markup=False), TimeRemainingColumn())
     progress = stack.enter_context(Progress(*columns, console=console.error_console(), transient=True))
-    task = progress.add_task("calibrate", total=calibration.total, completed=calibration.done, status="")
+    task = progress.add_task("run", total=run.total, completed=run.done, status="")
 
     def show() -> None:
-        status = f"{calibration.done} of {calibration.total} measurements"
-        progress.update(task, completed=calibration.done, status=status)
+        progress.update(task, completed=run.done, status=f"{run.done} of {run.total} {what}")
 
     show()
     return show

@@ -17,8 +17,10 @@ from minikv.version import version
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+    from torch import Tensor
 
     from minikv.cache.policies.profile import HeadProfile
+    from minikv.cache.spans.router import Router
     from minikv.evals.plan import EvalPlan
     from minikv.evals.records import Record, ResultsFile
     from minikv.evals.summary import Row
@@ -103,6 +105,7 @@ def _sweep(plan: EvalPlan, model: str, engine: dict[str, Any], results: ResultsF
     """Everything loaded and checked. Raises the errors of all parts."""
     from minikv import CacheConfig
     from minikv.cache.ceiling import Ceiling
+    from minikv.calibration.router_file import find_shipped_router
     from minikv.config import TierConfig
     from minikv.evals.copies import SEQUENCES
     from minikv.evals.haystacks import Writer
@@ -123,12 +126,13 @@ def _sweep(plan: EvalPlan, model: str, engine: dict[str, Any], results: ResultsF
         )
     text = reference_prose()
     profile = _profile(plan, loaded)
-    results.settle(_settings(plan, loaded, engine, text_hash(text), profile))
+    router = find_shipped_router(loaded.fingerprint)
+    results.settle(_settings(plan, loaded, engine, text_hash(text), profile, router))
     # The page pool takes half of the free memory at most; copies that demote get half of what is left.
     tiers = TierConfig(warm=available_bytes() // 4) if plan.demotes else None
     probe = Probe(loaded, max_context=longest, max_seqs=SEQUENCES, tiers=tiers)
     writer = Writer(probe.tokenizer, Prose(text, probe.tokenizer))
-    variants = variants_of(plan, probe, profile)
+    variants = variants_of(plan, probe, profile, router)
     for variant in variants:
         if (limit := variant.cache.limit) is not None and limit.kind == "bytes":
             Ceiling.of(limit, probe.store)  # too few bytes are to be known before the first answer
@@ -147,7 +151,12 @@ def _profile(plan: EvalPlan, loaded: LoadedModel) -> HeadProfile | None:
 
 
 def _settings(
-    plan: EvalPlan, loaded: LoadedModel, engine: dict[str, Any], text: str, profile: HeadProfile | None
+    plan: EvalPlan,
+    loaded: LoadedModel,
+    engine: dict[str, Any],
+    text: str,
+    profile: HeadProfile | None,
+    router: Router | None,
 ) -> dict[str, Any]:
     """All that decides an answer's figures and is not in its record."""
     return {
@@ -163,15 +172,19 @@ def _settings(
         "recent": plan.recent,
         "window": plan.window,
         "profile": None if profile is None else _profile_hash(profile),
+        "router": None if router is None else _hash_of(router.scale, router.mass, router.bias),
     }
 
 
 def _profile_hash(profile: HeadProfile) -> str:
+    return _hash_of(profile.retrieval_scores, profile.layer_errors, extra=bytes([profile.top_heads]))
+
+
+def _hash_of(*tensors: Tensor, extra: bytes = b"") -> str:
     import hashlib
 
-    tensors = (profile.retrieval_scores, profile.layer_errors)
     data = b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
-    return hashlib.sha256(data + bytes([profile.top_heads])).hexdigest()[:16]
+    return hashlib.sha256(data + extra).hexdigest()[:16]
 
 
 def _measure(sweep: Sweep, plan: EvalPlan, results: ResultsFile) -> bool:

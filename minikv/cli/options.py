@@ -117,7 +117,7 @@ COMPRESSION = (
         "kv_policy",
         "text",
         "What chooses the KV entries that stay: full, window, snapkv, adakv, expected, compresskv, or "
-        "adakv:SCORING; or merges them: gracekv.",
+        "adakv:SCORING; or merges them: gracekv; or brings back what is asked for: sekv.",
         "full",
         metavar="NAME",
     ),
@@ -147,7 +147,7 @@ COMPRESSION = (
         metavar="MODE",
     ),
     Option("kv_slack", "int", "Entries per lane above the budget at which a reply is compressed too."),
-    Option("kv_profile", "text", "Calibration profile for compresskv.", metavar="FILE"),
+    Option("kv_profile", "text", "Calibration profile for compresskv, or router for sekv.", metavar="FILE"),
     Option("kv_refit", "switch", "Correct what stays so that it answers as all did before.", flag="--refit"),
 )
 TEMPLATE = (

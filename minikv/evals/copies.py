@@ -43,6 +43,11 @@ class Variant:
         """Whether each further question is to choose among all entries."""
         return self.cache.evicted == "demote"
 
+    @property
+    def keeps_below(self) -> bool:
+        """Whether all of a copy is kept below the pool as well."""
+        return self.demotes or getattr(self.policy, "zooms", False)
+
 
 @dataclass(frozen=True)
 class Held:
@@ -165,7 +170,7 @@ class Copies:
         store = self._probe.store
         held = sum(store.pages_of(copy.seq) for copy in group)
         answers = (len(group) + 1) * store.pages_for(_MOST_ANSWER)
-        if variant.demotes:
+        if variant.keeps_below:
             below = (store.pages_of(source) + answers) * store.pool.page_bytes
             if self._probe.room_below < below:
                 return False

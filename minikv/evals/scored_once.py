@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minikv.cache.merging import is_merging
 from minikv.cache.policies.base import LayerView, MergingPolicy, Policy
+from minikv.cache.spans.routing import Zooming
 
 
 class ScoredOnce:
@@ -43,6 +44,10 @@ class MeasuredOnce:
         self.name = policy.name
         self.evidence = policy.evidence
         self.refit_from = getattr(policy, "refit_from", None)
+        self.zooms = getattr(policy, "zooms", False)
+        self.resident = getattr(policy, "resident", 1.0)
+        self.zooming = getattr(policy, "zooming", Zooming(0))
+        self.router = getattr(policy, "router", None)
         self.assign = policy.assign
         self.merge = policy.merge
         self.spared = 0.0

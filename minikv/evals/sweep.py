@@ -30,13 +30,16 @@ from minikv.evals.questions import Dialogue, Haystack, Turn
 from minikv.evals.records import MEASURES, Record
 
 if TYPE_CHECKING:
+    from minikv.cache.spans.router import Router
     from minikv.probe import Probe
 
 # Measures of tasks that have not all of them: no answer is right, or only nearness to the full cache counts.
 _APPLY = {"perplexity": ("token_accuracy", "nll"), "fidelity": ("kl", "top1")}
 
 
-def variants_of(plan: EvalPlan, probe: Probe, profile: HeadProfile | None) -> list[Variant]:
+def variants_of(
+    plan: EvalPlan, probe: Probe, profile: HeadProfile | None, router: Router | None = None
+) -> list[Variant]:
     """The columns of a plan for a model, but for the full cache."""
     shape = probe.config
     made = []
@@ -50,6 +53,7 @@ def variants_of(plan: EvalPlan, probe: Probe, profile: HeadProfile | None) -> li
             num_kv_heads=shape.num_kv_heads,
             profile=profile if "compresskv" in name else None,
             rope=probe.model.rope,
+            router=router,
         )
         columns = zip(plan.budgets, caches, strict=True)
         made += [Variant(name, budget, policy, cache) for budget, cache in columns]

@@ -119,6 +119,8 @@ class Decoder:
                 rows = batch.capture_rows.to(self.device)
                 batch.captured[index] = q[rows].to(CPU)
                 batch.captured_norms[index] = hidden[rows].norm(dim=1).to(CPU)
+            if batch.route is not None:
+                batch.route(index, q)
             attended, _ = backend.attend(q.to(self._attention_dtype), k, v, batch, index)
             hidden += layer.output(self.basis.inputs(attended.reshape(batch.num_rows, -1).float()))
             gate, up = layer.gate_up(self._normalised(hidden)).chunk(2, dim=-1)

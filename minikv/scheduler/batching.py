@@ -68,6 +68,9 @@ def batch_of(store: LaneStore, parts: Sequence[Rows]) -> Batch:
         positions += range(part.first, part.first + count)
         rope_lengths += [max(p + 1, part.rope_length) for p in range(part.first, part.first + count)]
         longest = max(longest, int(lengths[index].max()) + count)
+    pages = store.pages[seqs, :, :, : -(-longest // store.pool.page_size)]
+    if any(store.areas[part.seq] is not None for part in parts):
+        pages, lengths = _with_areas(store, parts, pages, lengths)
     return Batch(
         pool=store.pool,
         token_ids=_tensor(ids),
@@ -75,11 +78,28 @@ def batch_of(store: LaneStore, parts: Sequence[Rows]) -> Batch:
         rope_lengths=_tensor(rope_lengths),
         row_starts=row_starts,
         logit_rows=_logit_rows(parts, row_starts),
-        lane_pages=torch.from_numpy(store.pages[seqs, :, :, : -(-longest // store.pool.page_size)]),
+        lane_pages=torch.from_numpy(pages),
         past_lengths=_tensor(lengths),
-        has_mass=store.has_mass[seqs].tolist(),
+        has_mass=[bool(store.has_mass[part.seq]) or store.areas[part.seq] is not None for part in parts],
         capture_rows=_capture_rows(parts, row_starts),
     )
+
+
+def _with_areas(
+    store: LaneStore, parts: Sequence[Rows], pages: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lane tables in which each area comes before the lane that it belongs to, all of it in use, and the
+    lengths of both together."""
+    areas = [store.areas[part.seq] for part in parts]
+    widths = [0 if area is None else area.per_lane for area in areas]
+    joined = np.zeros((*pages.shape[:3], pages.shape[3] + max(widths)), dtype=pages.dtype)
+    lengths = lengths.copy()
+    for index, (area, width) in enumerate(zip(areas, widths, strict=True)):
+        joined[index, :, :, width : width + pages.shape[3]] = pages[index]
+        if area is not None:
+            joined[index, :, :, :width] = area.pages
+            lengths[index] += width * store.pool.page_size
+    return joined, lengths
 
 
 def _logit_rows(parts: Sequence[Rows], row_starts: list[int]) -> Tensor:

@@ -82,6 +82,11 @@ class Course:
     peak: int = 0
     below: Below | None = None
 
+    @property
+    def zooms(self) -> bool:
+        """Whether the lanes may hold spans that are zoomed in, from what is below."""
+        return any(turn.retention.zooms for turn in self.turns)
+
     def turn_at(self, num_computed: int) -> Turn:
         """The turn that the next row belongs to."""
         return next(turn for turn in reversed(self.turns) if turn.start <= num_computed)
@@ -90,6 +95,7 @@ class Course:
         """How many of `wanted` rows may be computed before something else has to happen; 0: a compression
         is due. lengths: entries of each lane."""
         current = self.turns[-1]
+        wanted = min(wanted, self.rows_together(num_computed, lengths) or wanted)
         if self.done == len(self.compressions) and num_computed >= current.start:
             last = self.compressions[-1].num_tokens if self.compressions else -_LONG_AGO
             since = num_computed - last
@@ -98,6 +104,17 @@ class Course:
         stops = [c.num_tokens for c in self.compressions[self.done : self.done + 1]]
         stops += [turn.start for turn in self.turns if turn.start > num_computed][:1]
         return min([wanted, *(stop - num_computed for stop in stops)])
+
+    def rows_together(self, num_computed: int, lengths: np.ndarray) -> int:
+        """How many rows from the next one on choose together which spans are zoomed in; 0 where there are
+        none. That depends on places alone, so that the same rows do when they are computed again."""
+        turn = self.turn_at(num_computed)
+        if not turn.retention.has_spans(num_computed, lengths):
+            return 0
+        if num_computed >= turn.num_prompt:
+            return 1
+        size = turn.retention.routed
+        return min(size - (num_computed - turn.start) % size, turn.num_prompt - num_computed)
 
     def due(self, num_computed: int, lengths: np.ndarray) -> Compression | None:
         """The compression that has to happen now, or None."""
@@ -223,7 +240,10 @@ class Course:
         """An independent course for a copy of the lanes."""
         copies = {turn: _copied(turn) for turn in self.turns}
         compressions = [Compression(copies[c.turn], c.num_tokens, c.room) for c in self.compressions]
-        return Course(list(copies.values()), compressions, self.done, self.peak)
+        below = None
+        if self.below is not None and self.zooms:
+            below = self.below.copy()
+        return Course(list(copies.values()), compressions, self.done, self.peak, below)
 
 
 def _copied(turn: Turn) -> Turn:

@@ -38,7 +38,9 @@ def record_surprisal(plan: Sequence[Scheduled], batch: Batch, logits_of: Callabl
     for item, first_row in zip(plan, batch.row_starts, strict=False):
         request = item.request
         after = request.num_computed + 1
-        following = request.tokens[after : min(after + item.count, request.num_prompt)]
+        # What a model said in an earlier turn had not been recorded then.
+        end = request.course.turn_at(request.num_computed).num_prompt
+        following = request.tokens[after : min(after + item.count, end)]
         if item.recorder is None or not item.recorder.wants_surprisal or not following:
             continue
         rows = torch.arange(first_row, first_row + len(following))

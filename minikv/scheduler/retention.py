@@ -16,15 +16,23 @@ from minikv.cache.compress import evidence_for
 from minikv.cache.lanes import LaneStore
 from minikv.cache.policies.base import AnyPolicy, Evidence
 from minikv.cache.policies.profile import HeadProfile
-from minikv.cache.policies.registry import make_policy
+from minikv.cache.policies.registry import ZOOMING_NAMES, make_policy
 from minikv.cache.protect import Ranges
+from minikv.cache.spans.router import Router
+from minikv.cache.spans.share import area_of
+from minikv.cache.spans.zoom import check_device
 from minikv.config import CacheConfig, EngineConfig
 from minikv.errors import ConfigError
 
 _MOST_KEPT = 64
+_SEALED = 64  # tokens after which what has left the window is cut into spans
+_ROUTED = 32  # rows of a prompt that choose together which spans are zoomed in
 
 FindProfile = Callable[[CacheConfig], HeadProfile | None]
 """The calibration profile that a cache configuration names or implies."""
+
+FindRouter = Callable[[CacheConfig], Router | None]
+"""The router that it names or implies."""
 
 
 class Retention:
@@ -33,6 +41,9 @@ class Retention:
     A prompt in exact mode grows freely and is compressed at its end. A streaming prompt is compressed
     whenever it has grown `stride` entries per lane above the budget, a decoding sequence `slack` entries.
     Under a budget in bytes both must fit the ceiling as well, and a compression leaves room for them.
+
+    What a policy that `zooms` merges is kept below the pool; its lanes get the part `resident` of the budget,
+    and what is zoomed in the rest. `routed` rows of a prompt, and single rows of a reply, choose together.
 
     evidence: what is to be recorded.
     """
@@ -51,17 +62,25 @@ class Retention:
         self.evidence = Evidence() if policy is None else evidence_for(policy, cache)
         self.streaming = cache.prefill == "streaming"
         self.ceiling: Ceiling | None = None
+        self._store: LaneStore | None = None
         self.slack = cache.decode_slack
         self.stride = prefill_chunk
+        self.routed = min(_ROUTED, prefill_chunk)
+        self.resident: float = getattr(policy, "resident", 1.0)
+        self.zooms: bool = getattr(policy, "zooms", False)
         if policy is None:
             return
         assert store is not None, "only what keeps everything can do without"
+        if self.zooms and self.slack is None:
+            self.slack = _SEALED
+        self._store = store
         self.num_lanes = store.num_lanes
         self.page_size = store.pool.page_size
         if cache.limit is not None and cache.limit.kind == "bytes":
             self.ceiling = Ceiling.of(cache.limit, store)
-            self.slack = self.ceiling.slack(cache.decode_slack)
-            self.stride = min(prefill_chunk, max(self.slack, self.ceiling.per_lane // 4))
+            part = self.ceiling.part(self.resident)
+            self.slack = part.slack(cache.decode_slack)
+            self.stride = min(prefill_chunk, max(self.slack, part.per_lane // 4))
 
     @property
     def keeps_all(self) -> bool:
@@ -72,6 +91,10 @@ class Retention:
     def demotes(self) -> bool:
         """Whether what is dropped is kept below the pool, for the next turn to choose from."""
         return self.cache.evicted == "demote"
+
+    def keeps_below(self, conversing: bool) -> bool:
+        """Whether entries are kept below the pool before a compression, in a conversation or not."""
+        return self.zooms or (self.demotes and conversing)
 
     def rows_allowed(
         self, wanted: int, lengths: np.ndarray, num_computed: int, num_prompt: int, since: int
@@ -86,14 +109,25 @@ class Retention:
         allowed = min(wanted, left) if left > 0 else wanted
         if left > 0 and not self.streaming:
             return allowed
+        resident = self.resident if self.has_spans(num_computed, lengths) else 1.0
         if self.ceiling is not None:
-            return self.ceiling.rows_that_fit(lengths, allowed)
+            return self.ceiling.part(resident).rows_that_fit(lengths, allowed)
         growth = self.stride if left > 0 else self.slack
         if growth is None:
             return allowed
-        spare = (self._entries(max(num_computed, num_prompt)) - int(lengths.sum())) // self.num_lanes + growth
+        total = int(resident * self._entries(max(num_computed, num_prompt)))
+        spare = (total - int(lengths.sum())) // self.num_lanes + growth
         # Pinned entries may fill more than the budget; that must not mean compressing at every token.
         return min(allowed, max(0, spare, growth - since))
+
+    def has_spans(self, num_computed: int, lengths: np.ndarray) -> bool:
+        """Whether lanes of these lengths have spans that may be zoomed in."""
+        return self.zooms and int(lengths.sum()) < num_computed * self.num_lanes
+
+    def zoomed(self, num_tokens: int) -> tuple[int, int]:
+        """Pages and rows per lane for what is zoomed in, of a sequence of so many tokens."""
+        assert self.cache.limit is not None and self._store is not None
+        return area_of(self.cache.limit, self.resident, self._store, num_tokens)
 
     def room(self, num_computed: int, num_prompt: int) -> int:
         """Entries per lane that a compression is to leave free; only a ceiling needs any."""
@@ -113,7 +147,9 @@ class Retention:
             min(num_prompt, self.cache.too_short), _num_pinned((*self.cache.pinned, *pinned), num_prompt)
         )
         kept = max(self._entries(num_prompt), whole * self.num_lanes)
-        entries = kept + (self.stride + self.page_size) * self.num_lanes
+        # Lanes end within a page, and so do areas.
+        ends = self.page_size * (2 if self.zooms else 1)
+        entries = kept + (self.stride + ends) * self.num_lanes
         return -(-entries // self.page_size)
 
     def _entries(self, num_tokens: int) -> int:
@@ -135,11 +171,19 @@ def _num_pinned(ranges: Ranges, num_tokens: int) -> int:
 class Retentions:
     """Makes the retention of a cache configuration, and keeps those made."""
 
-    def __init__(self, store: LaneStore, config: EngineConfig, model: Any, find_profile: FindProfile | None):
+    def __init__(
+        self,
+        store: LaneStore,
+        config: EngineConfig,
+        model: Any,
+        find_profile: FindProfile | None,
+        find_router: FindRouter | None = None,
+    ):
         self._store = store
         self._config = config
         self._model = model
         self._find_profile = find_profile
+        self._find_router = find_router
         self._made: dict[tuple[CacheConfig, type], Retention] = {}
 
     def get(self, cache: CacheConfig) -> Retention:
@@ -165,16 +209,21 @@ class Retentions:
                 num_kv_heads=shape.num_kv_heads,
                 profile=None if self._find_profile is None else self._find_profile(cache),
                 rope=self._model.rope,
+                router=None if self._find_router is None else self._find_router(cache),
             )
         return Retention(cache, policy, self._store, self._config.prefill_chunk)
 
     def _check_storage(self, cache: CacheConfig) -> None:
-        if cache.evicted == "demote" and not self._config.tiers.below:
+        zooms = cache.policy in ZOOMING_NAMES
+        if (zooms or cache.evicted == "demote") and not self._config.tiers.below:
+            what = f"policy {cache.policy}" if zooms else 'evicted="demote"'
             raise ConfigError(
-                'evicted="demote" needs a tier below the pool: give kv_warm a size such as "1GiB" or '
+                f'{what} needs a tier below the pool: give kv_warm a size such as "1GiB" or '
                 "kv_cold a file and a size."
             )
         pool = self._store.pool
+        if zooms:
+            check_device(pool, cache.policy)
         stored = str(pool.dtype).removeprefix("torch.")
         for name, given, own, default in (
             ("kv_dtype", cache.kv_dtype, stored, "auto"),

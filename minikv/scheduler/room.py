@@ -19,6 +19,7 @@ class Room:
         """Pages that a request takes from the pool for what it goes on from, unless that is there already,
         and for the tokens that it has."""
         swapped, lanes = request.waits_below, request.lanes
+        course = request.course if request.course.turns or lanes is None else lanes.course
         if lanes is not None and not request.course.turns and self.restores(request, lanes):
             held = 0 if lanes.seq is None else self._store.pages_of(lanes.seq)
             return max(0, self._store.pages_for(len(request.tokens)) - held)
@@ -32,6 +33,8 @@ class Room:
             missing = self._store.pages_missing(lanes.seq, count)
         else:
             return self.most(request)
+        if course.below is not None:
+            missing += self._for_zooming(request)
         bound = request.retention.most_pages(request.num_prompt, request.pinned)
         if request.swapped is not None:
             bound = self.most(request)
@@ -68,11 +71,18 @@ class Room:
             return max(course.peak, min(everything, self._store.pages_for(request.num_prompt)))
         bound = self._store.pages_for((len(request.tokens) if keeps_all else request.num_prompt) - start)
         if past:
-            bound += past + self._store.num_lanes
+            bound += past + self._store.num_lanes + self._for_zooming(request)
         streaming = request.retention.most_pages(request.num_prompt, request.pinned)
         if streaming is not None:
             bound = min(bound, streaming)
         return max(course.peak, min(bound, everything))
+
+    def _for_zooming(self, request: Request) -> int:
+        """Pages that a request takes for what it zooms in of lanes that it goes on from."""
+        if not request.retention.zooms:
+            return 0
+        pages, _ = request.retention.zoomed(len(request.tokens))
+        return pages * self._store.num_lanes
 
     def shortage(self, request: Request, num_tokens: int, num_pages: int) -> str:
         """That the pool cannot hold the pages which tokens of a request need, and what would help."""

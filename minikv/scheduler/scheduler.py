@@ -19,6 +19,7 @@ from minikv.cache.evidence import Recorder
 from minikv.cache.lanes import LaneStore
 from minikv.cache.tiers.storage import Storage
 from minikv.once import Once
+from minikv.scheduler.areas import ask_area
 from minikv.scheduler.prefix import Prefixes
 from minikv.scheduler.request import Lanes, Request, State
 from minikv.scheduler.room import Room
@@ -108,7 +109,13 @@ class Scheduler:
         if self.prefixes is not None:
             wanted = self.prefixes.rows_allowed(request, wanted)
         assert request.seq is not None
-        allowed = request.course.rows_allowed(wanted, request.num_computed, self.store.lengths[request.seq])
+        lengths = self.store.lengths[request.seq]
+        if request.num_computed == request.course.turn_at(request.num_computed).start:
+            ask_area(self.store, request)
+        together = request.course.rows_together(request.num_computed, lengths)
+        if min(together, request.num_remaining) > wanted:
+            return 0  # these rows wait for one another
+        allowed = request.course.rows_allowed(wanted, request.num_computed, lengths)
         if not allowed:
             self.overfull.append(request)
         return allowed
@@ -132,8 +139,8 @@ class Scheduler:
                 else:
                     self._leave(request, lanes, seq, swapped)
                 return
-        request.course.forget_below()
         self._close(seq, swapped)
+        request.course.forget_below()
 
     def _close(self, seq: int | None, swapped: Swapped | None) -> None:
         if seq is not None:
@@ -153,6 +160,7 @@ class Scheduler:
             self.swap.hand_over(swapped, lanes)
             lanes.pages = swapped.pages
         elif seq is not None:
+            self.store.release_area(seq)
             lanes.seq, lanes.pages = seq, self.store.pages_of(seq)
             self.idle.append(lanes)
         lanes.token_ids, lanes.course = request.tokens[: request.num_computed], request.course
@@ -233,6 +241,7 @@ class Scheduler:
         sibling.num_reused = sibling.num_prompt
         sibling.started = leader.started
         sibling.course = leader.course.fork()
+        ask_area(self.store, sibling)
         self._run(sibling)
         return True
 
@@ -280,6 +289,7 @@ class Scheduler:
             request.begin(0)
         if self.prefixes is not None:
             self.prefixes.begin(request)
+        ask_area(self.store, request)
         self._run(request)
         return True
 
@@ -434,12 +444,13 @@ class Scheduler:
 
     def _reclaim(self, lanes: Lanes) -> None:
         """Take the pages of idle lanes. What a conversation demotes anyway is enough for its next turn;
-        others go below the pool whole."""
+        others go below the pool whole, also beside what they zoom in."""
         assert lanes.seq is not None
         below, num_tokens = lanes.course.below, len(lanes.token_ids)
-        if below is not None:
+        covered = False
+        if below is not None and not lanes.course.zooms:
             below.add(self.store, lanes.seq, num_tokens)
-        covered = below is not None and below.covers(num_tokens)
+            covered = below.covers(num_tokens)
         swapped = None if covered else self.swap.demote(lanes.seq)
         self._give_up(lanes)
         if swapped is not None or covered:

@@ -69,10 +69,11 @@ class Swap:
 
     def demote(self, seq: int) -> Swapped | None:
         """Copy a sequence below the pool, for the caller to close; None, and nothing is kept, if it is empty
-        or there is no room."""
+        or there is no room. One with an area is not copied: what is zoomed in follows from all rows since its
+        turn began."""
         store, storage = self._store, self._storage
         lengths = store.lengths[seq].copy()
-        if storage is None or not lengths.any():
+        if storage is None or not lengths.any() or store.has_area(seq):
             return None
         handles = self._copies(seq, storage)
         if handles is None:

@@ -83,7 +83,7 @@ class _Loader:
 
     def _fill(self, lanes: Lanes, saved: SavedLanes, cache: CacheConfig) -> None:
         store, below = self._engine.store, lanes.course.below
-        if cache.evicted == "demote":
+        if cache.evicted == "demote" or lanes.course.zooms:
             check_rest(saved, lanes.course, 0 if below is None else below.end)
         pages = saved.num_pages(store.pool.page_size)
         if not self._engine.restore(lanes, pages, lambda seq: saved.fill(store, seq)):

@@ -16,6 +16,7 @@ from minikv.cache.policies.window import Window
 from minikv.errors import ConfigError, shown
 
 if TYPE_CHECKING:
+    from minikv.cache.spans.router import Router
     from minikv.models.rope import Rope
 
 POLICY_NAMES = (
@@ -28,9 +29,12 @@ POLICY_NAMES = (
     "adakv:expected",
     "adakv:compresskv",
     "gracekv",
+    "sekv",
 )
-MERGING_NAMES = ("gracekv",)
+MERGING_NAMES = ("gracekv", "sekv")
 """Those that are a `MergingPolicy`."""
+ZOOMING_NAMES = ("sekv",)
+"""Those whose merged entries are zoomed in again, from a tier below the pool."""
 
 
 def check_policy_name(name: str) -> None:
@@ -51,18 +55,21 @@ def make_policy(
     num_kv_heads: int,
     profile: HeadProfile | None = None,
     rope: Rope | None = None,
+    router: Router | None = None,
 ) -> AnyPolicy:
     """The policy `name` for a model of these shapes: a `Policy`, or a `MergingPolicy` for those of
     `MERGING_NAMES`.
 
     window: last content queries that attention is read from; profile: for compresskv, None to do without;
-    rope: the model's, needed for expected and gracekv. ConfigError for an unknown name or a profile of
-    other shapes.
+    rope: the model's, needed for expected, gracekv and sekv. router: for sekv, None to do without.
+    ConfigError for an unknown name or a profile of other shapes.
     """
     check_policy_name(name)
     assert num_query_heads % num_kv_heads == 0
     if name == "gracekv":
         return _gracekv(window, rope)
+    if name == "sekv":
+        return _sekv(rope, router)
     allocation, _, scoring = name.rpartition(":")
     if name == "adakv":
         allocation, scoring = "adakv", "snapkv"
@@ -77,6 +84,13 @@ def _gracekv(window: int, rope: Rope | None) -> MergingPolicy:
 
     assert rope is not None, "gracekv needs the model's rope"
     return GraceKV(window, rope)
+
+
+def _sekv(rope: Rope | None, router: Router | None) -> MergingPolicy:
+    from minikv.cache.policies.sekv import SeKV
+
+    assert rope is not None, "sekv needs the model's rope"
+    return SeKV(rope, router=router)
 
 
 def _scoring(name: str, window: int, profile: HeadProfile | None, rope: Rope | None, pooled: bool) -> Policy:

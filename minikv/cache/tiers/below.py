@@ -12,6 +12,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 
+import torch
+from torch import Tensor
+
+from minikv.cache.entries import Stored
 from minikv.cache.lanes import LaneStore
 from minikv.cache.tiers.base import Handle
 from minikv.cache.tiers.moves import put_back
@@ -23,10 +27,18 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Part:
-    """Tokens up to `end`, from where the part before it ends; a span for each layer."""
+    """Tokens up to `end`, from where the part before it ends; a span for each layer. whole: an entry for each
+    of these tokens in every lane."""
 
     end: int
     handles: list[Handle]
+    whole: bool = False
+
+
+def _is_whole(span: Span, num_tokens: int) -> bool:
+    """Whether every lane of a span holds an entry for each of so many tokens."""
+    header = span.header
+    return header.num_rows == header.num_lanes * num_tokens and not header.has_counts
 
 
 @dataclass(eq=False)
@@ -75,27 +87,28 @@ class Below:
             whole = self._copy(store, seq, num_tokens, handles)
         except (MemoryError, RuntimeError):  # torch's way to say that memory is short
             _LOG.debug("a demotion failed", exc_info=True)
-            whole = False
-        if whole:
-            self._parts.append(_Part(num_tokens, handles))
+            whole = None
+        if whole is not None:
+            self._parts.append(_Part(num_tokens, handles, whole))
         else:
             self.storage.forget(handles)
             self._lose("the warm and cold tiers have no room for it; raise --kv-warm or --kv-cold")
 
-    def _copy(self, store: LaneStore, seq: int, num_tokens: int, handles: list[Handle]) -> bool:
-        """Note spans of the next part, as far as there is room; False if that is not all."""
-        start = self.end
+    def _copy(self, store: LaneStore, seq: int, num_tokens: int, handles: list[Handle]) -> bool | None:
+        """Note spans of the next part, and say whether it is whole; None if there is no room for it."""
+        start, whole = self.end, True
         # Lanes may have been compressed before anything was to be demoted.
         merged_end = 0 if start else store.merged_end(seq)
         for layer in range(store.lane_shape[0]):
             positions = store.positions_of(seq, layer)
             entries = store.take(seq, layer, (positions >= start) & (positions < num_tokens))
+            whole &= bool((entries.lengths == num_tokens - start).all() and (entries.counts == 1).all())
             span = self.storage.sparing.encode(entries, Owner(self._key, layer), num_tokens, merged_end)
             handle = self.storage.keep(span)
             if handle is None:
-                return False
+                return None
             handles.append(handle)
-        return True
+        return whole
 
     def resume(self, parts: list[tuple[int, list[Span]]]) -> bool:
         """Take the parts of another, with the spans that it gave; False, with nothing kept, if there is no
@@ -103,7 +116,8 @@ class Below:
         fingerprint = self.storage.sparing.fingerprint
         try:
             for end, spans in parts:
-                self._parts.append(_Part(end, []))
+                whole = all(_is_whole(span, end - self.end) for span in spans)
+                self._parts.append(_Part(end, [], whole))
                 for span in spans:
                     owner = Owner(self._key, span.owner.layer)
                     header = replace(span.header, owner=owner, fingerprint=fingerprint)
@@ -116,6 +130,47 @@ class Below:
             self.forget()
             raise
         return True
+
+    def copy(self) -> Below:
+        """The same of another sequence, lost if there is no room for both."""
+        other = Below(self.storage, self.lost)
+        if self._parts and not self.lost:
+            try:
+                spans = self.spans(self.end)
+                parts = iter(spans or [])
+                taken = [(part.end, [next(parts) for _ in part.handles]) for part in self._parts if spans]
+                other.lost = spans is None or not other.resume(taken)
+            except (MemoryError, RuntimeError):
+                _LOG.debug("what was demoted could not be copied", exc_info=True)
+                other.lost = True
+        return other
+
+    @property
+    def whole(self) -> list[tuple[int, int]]:
+        """Ranges of tokens [start, end) all entries of which are here, ascending."""
+        starts = [0, *(part.end for part in self._parts)]
+        return [(start, part.end) for start, part in zip(starts, self._parts, strict=False) if part.whole]
+
+    def rows(self, layer: int, heads: Tensor, tokens: Tensor) -> Stored | None:
+        """Entries [n] of a layer, of KV heads [n] and tokens [n] that lie in `whole`, n at least 1; None, and
+        lost, if they cannot be had any more."""
+        starts = torch.tensor([0, *(part.end for part in self._parts)])
+        place = torch.searchsorted(starts, tokens, right=True) - 1
+        pieces, order = [], []
+        for number in place.unique().tolist():
+            part, mine = self._parts[number], (place == number).nonzero()[:, 0]
+            span = self.storage.tiers.read(part.handles[layer])
+            if span is None:
+                self._lose("it cannot be read any more")
+                return None
+            start, end = int(starts[number]), part.end
+            at = heads[mine] * (end - start) + tokens[mine] - start
+            pieces.append(self.storage.sparing.pick(span, at))
+            order.append(mine)
+        rows = pieces[0]
+        for piece in pieces[1:]:
+            rows = rows.and_then(piece)
+        return rows if len(pieces) == 1 else rows.at(torch.cat(order).argsort())
 
     def spans(self, num_tokens: int) -> list[Span] | None:
         """Those of the first `num_tokens` tokens, once all is known of them; None, and lost, if one of them
@@ -168,12 +223,12 @@ class Below:
         """Put the beginning of a part in its place."""
         handles: list[Handle] = []
         try:
-            whole = all(self._shorten_span(handle, end, handles) for handle in part.handles)
+            cut = all(self._shorten_span(handle, end, handles) for handle in part.handles)
         except (MemoryError, RuntimeError):
             _LOG.debug("what was demoted could not be cut", exc_info=True)
-            whole = False
-        if whole:
-            self._parts.append(_Part(end, handles))
+            cut = False
+        if cut:
+            self._parts.append(_Part(end, handles, part.whole))
         else:
             self.storage.forget((*part.handles, *handles))
             self._lose("it cannot be read any more, or there is no room to cut it")

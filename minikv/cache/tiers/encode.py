@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,6 +94,34 @@ class Encoder:
         values, value_scales = _decode(body, header, header.value_form, lengths.tolist(), None)
         assert body.done, "a span's body is longer than its header says"
         return Entries(Stored(keys, values, key_scales, value_scales, mass, positions), counts, lengths)
+
+    def pick(self, span: Span, index: Tensor) -> Stored:
+        """Some rows [n] int64 of a span of this model, in that order. Where both forms are exact, nothing
+        else is read."""
+        header, count = span.header, span.header.num_rows
+        if (header.key_form, header.value_form) != ("exact", "exact"):
+            return self.decode(span).rows.at(index)
+        assert header.fingerprint == self.fingerprint, "a span of another model"
+        scales = (torch.float32, 1) if header.dtype == torch.int8 else None
+        rows = (header.dtype, header.head_dim)
+        columns = [(torch.int32, 1), (torch.float32, 1) if header.has_mass else None]
+        columns += [(torch.int32, 1) if header.has_counts else None, scales, rows, scales, rows]
+        found: list[Tensor | None] = []
+        at, places = 4 * header.num_lanes, index.numpy()
+        for column in columns:
+            if column is None:
+                found.append(None)
+                continue
+            dtype, width = column
+            size = dtype.itemsize * width
+            table = np.frombuffer(span.body, dtype=np.uint8, count=count * size, offset=at)
+            taken = torch.from_numpy(table.reshape(count, size)[places]).view(dtype)
+            found.append(taken if column is rows else taken[:, 0])
+            at += count * size
+        positions, mass, _, key_scales, keys, value_scales, values = found
+        assert keys is not None and values is not None and positions is not None
+        mass = torch.zeros(len(index)) if mass is None else mass
+        return Stored(keys, values, key_scales, value_scales, mass, positions)
 
     def _cheapest(self, part: Part, forms: Sequence[str]) -> _Encoded:
         best = _Encoded("exact", pack(part.scales, part.stored), 0.0)

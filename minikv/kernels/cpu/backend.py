@@ -14,6 +14,7 @@ from torch import Tensor
 from minikv.errors import ConfigError
 from minikv.kernels.batch import Batch
 from minikv.kernels.cpu.library import (
+    ROUTE,
     BatchStruct,
     LayerStruct,
     LibraryMissing,
@@ -54,6 +55,34 @@ class _Plan:
     batch: BatchStruct
     pool: PoolStruct
     kept: list[Tensor]
+
+
+class _Route:
+    """A batch's `route` as the library calls it. What it raises is raised again by `finish`."""
+
+    def __init__(self, batch: Batch, query_heads: int, head_dim: int) -> None:
+        assert batch.route is not None
+        self._work = batch.route
+        kv_heads = batch.lane_pages.shape[2]
+        self._rows, self._width = batch.num_rows, (query_heads + 2 * kv_heads) * head_dim
+        self._heads, self._head_dim = query_heads, head_dim
+        self._error: BaseException | None = None
+        self.call = ROUTE(self._run)
+
+    def _run(self, layer: int, address: int) -> None:
+        if self._error is not None:
+            return
+        try:
+            numbers = (ctypes.c_float * (self._rows * self._width)).from_address(address)
+            rows = torch.frombuffer(numbers, dtype=torch.float32).view(self._rows, -1, self._head_dim)
+            self._work(layer, rows[:, : self._heads])
+        except BaseException as error:  # must not pass through the library
+            self._error = error
+
+    def finish(self) -> None:
+        """Raise what was held back."""
+        if self._error is not None:
+            raise self._error
 
 
 class CpuBackend:
@@ -104,6 +133,9 @@ class CpuBackend:
             into = [place, batch.captured, batch.captured_norms]
             kept += into
             pointers += [t.data_ptr() for t in into]
+        else:
+            pointers += [None] * 3
+        pointers.append(None)  # `layers` knows how wide the rows are
         struct = BatchStruct(batch.num_rows, batch.num_sequences, pages.shape[-1], captures, *pointers)
         batch.plan = _Plan(struct, self._pool_struct(batch.pool), kept)
 
@@ -164,10 +196,14 @@ class CpuBackend:
     def layers(self, model: ModelStruct, batch: Batch, hidden: Tensor, first: int, last: int) -> None:
         """Run the decoder layers [first, last) over hidden [T, hidden] float32, in place."""
         plan: _Plan = batch.plan
+        route = None if batch.route is None else _Route(batch, model.query_heads, model.head_dim)
+        plan.batch.route = None if route is None else ctypes.cast(route.call, ctypes.c_void_p)
         status = self.library.mkv_layers(
             self.context, model, plan.pool, plan.batch, hidden.data_ptr(), first, last
         )
         _check(status)
+        if route is not None:
+            route.finish()
 
     @property
     def slots(self) -> CompiledSlots:

@@ -93,6 +93,7 @@ struct Batch {
   const int32_t* capture_of;    // [T]: where a row's rotated queries are copied to, -1 for nowhere; or null
   float* captured;              // [layers][captures][query_heads][head_dim]
   float* captured_norms;        // [layers][captures]: of the residual streams that the queries were made from
+  void (*route)(int layer, const float* qkv);  // called before the attention of each layer, by one thread; or null
 };
 
 // Attention work of one layer: a block of a lane for all rows, or a run of rows over the whole lane.

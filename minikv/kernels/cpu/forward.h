@@ -253,6 +253,10 @@ static void run_layer(const Run& run, int layer, int thread, int threads) {
   write_any(run, layer, mine.begin, mine.end);
   if (thread == 0) run.next_task->store(0);
   team.barrier();
+  if (run.batch->route) {
+    if (thread == 0) run.batch->route(layer, run.qkv);
+    team.barrier();
+  }
   attend_any(run, layer, thread, threads);
   team.barrier();
   encode(l.output, run.attention, mine.begin, mine.end);

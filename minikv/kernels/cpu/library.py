@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 # Must be equal to `mkv_version` in api.cpp.
-VERSION = 7
+VERSION = 8
 
 
 class MatrixStruct(Structure):
@@ -88,7 +88,12 @@ class BatchStruct(Structure):
         ("capture_of", c_void_p),
         ("captured", c_void_p),
         ("captured_norms", c_void_p),
+        ("route", c_void_p),
     )
+
+
+ROUTE = CFUNCTYPE(None, c_int, c_void_p)
+"""`Batch::route` in common.h."""
 
 
 class SlotsStruct(Structure):

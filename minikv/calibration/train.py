@@ -1,0 +1,212 @@
+"""Training of a router: one text after the other, each noted in the journal with all that the next needs.
+
+The state after a text depends on the settings and the texts before alone, so a run that was stopped and gone
+on with ends with the same router, bit for bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from minikv.cache.spans.router import Router
+from minikv.calibration.journal import Journal, pack, unpack
+from minikv.calibration.measure import Continuation
+from minikv.calibration.spans import Lesson, loss_of, make_lesson, recall_of
+from minikv.calibration.trials import Plan, haystack_trials
+from minikv.errors import ConfigError, shown
+from minikv.probe import Probe
+
+MOST_PARAMETERS = 0.0005
+"""Of the model's, that a router may have."""
+
+_REST = 48  # of a text's end, whose queries are learned from
+_BUDGETS = (0.1, 0.05, 0.2)
+_BETAS = (0.9, 0.99)
+# Source code that lies in every installation, and is not what evaluations read.
+_MODULES = (
+    *("argparse", "ast", "calendar", "configparser", "csv", "datetime", "decimal", "difflib", "fractions"),
+    *(
+        "heapq",
+        "http.client",
+        "inspect",
+        "json.decoder",
+        "logging",
+        "optparse",
+        "pathlib",
+        "pickle",
+        "shutil",
+    ),
+    *("smtplib", "statistics", "subprocess", "tarfile", "textwrap", "urllib.request"),
+)
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """What decides a router, besides the model.
+
+    texts: learned from; held: measured alone, before and after. length: tokens of each. steps: with each
+    text. rate: of learning at the start, falling to nothing as a cosine.
+    """
+
+    texts: int = 32
+    held: int = 6
+    length: int = 1024
+    steps: int = 10
+    rate: float = 0.02
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("texts", "held", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {shown(getattr(self, name))}.")
+        if self.length < 256:
+            raise ConfigError(f"length must be at least 256 tokens, not {shown(self.length)}.")
+        if not 0 < self.rate < 1:
+            raise ConfigError(f"rate must be a number above 0 and below 1, not {shown(self.rate)}.")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"seed must be a whole number from 0 to 2**63 - 1, not {shown(self.seed)}.")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of one held text: KL divergence and recall of true mass, of summaries alone and of the router."""
+
+    plain_loss: float
+    plain_recall: float
+    loss: float
+    recall: float
+
+
+class Training:
+    """Trains one model's router; `steps` does the work.
+
+    Raises ConfigError when a text does not fit the context, or when the router would have too many parameters
+    for the model.
+    """
+
+    def __init__(self, probe: Probe, settings: RouterSettings, journal: Journal) -> None:
+        shape = probe.config
+        self._probe, self.settings, self._journal = probe, settings, journal
+        self._plain = Router.plain(shape.num_layers, shape.num_query_heads, shape.head_dim)
+        if settings.length > probe.max_context:
+            raise ConfigError(
+                f"length must be at most the context of {probe.max_context:,} tokens, not "
+                f"{settings.length:,}."
+            )
+        if self.share >= MOST_PARAMETERS:
+            raise ConfigError(
+                f"A router of {self.num_parameters:,} parameters would be {100 * self.share:.3f}% of this "
+                f"model; it may be {100 * MOST_PARAMETERS}%."
+            )
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that are learned."""
+        return self._plain.num_parameters
+
+    @property
+    def share(self) -> float:
+        """Of the model's parameters."""
+        return self.num_parameters / self._probe.config.num_parameters()
+
+    @property
+    def total(self) -> int:
+        """Texts of the whole run, those of an earlier part included."""
+        return self.settings.texts + self.settings.held
+
+    @property
+    def done(self) -> int:
+        """Texts that are in the journal."""
+        return len(self._journal.entries)
+
+    def steps(self) -> Iterator[None]:
+        """Take the texts that the journal lacks; returns control after each."""
+        for index in range(self.settings.texts):
+            if f"text {index}" not in self._journal.entries:
+                state = self._learn(self._lesson(index), index)
+                self._journal.add(f"text {index}", {name: pack(part) for name, part in state.items()})
+                yield
+        router = self.router()
+        for index in range(self.settings.held):
+            if f"held {index}" not in self._journal.entries:
+                lesson = self._lesson(self.settings.texts + index)
+                found = _compared(self._plain, router, lesson)
+                self._journal.add(f"held {index}", asdict(found))
+                yield
+
+    def router(self) -> Router:
+        """What has been learned from all texts."""
+        return self._router(self._state(self.settings.texts)["parameters"])
+
+    def comparisons(self) -> list[Comparison]:
+        """Of all held texts."""
+        entries = (self._journal.entries[f"held {index}"] for index in range(self.settings.held))
+        return [Comparison(**entry) for entry in entries]
+
+    def _state(self, texts: int) -> dict[str, Tensor]:
+        """Parameters and moments after so many texts, flat."""
+        if texts:
+            entry = self._journal.entries[f"text {texts - 1}"]
+            return {name: unpack(entry[name]) for name in ("parameters", "first", "second")}
+        flat = torch.cat([part.flatten() for part in vars(self._plain).values()])
+        return {"parameters": flat, "first": torch.zeros_like(flat), "second": torch.zeros_like(flat)}
+
+    def _router(self, flat: Tensor) -> Router:
+        plain = self._plain
+        parts = flat.split([plain.scale.numel(), plain.mass.numel(), plain.bias.numel()])
+        shapes = (plain.scale.shape, plain.mass.shape, plain.bias.shape)
+        return Router(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+
+    def _learn(self, lesson: Lesson, index: int) -> dict[str, Tensor]:
+        """Adam, by hand: its whole state is in the journal."""
+        state, settings = self._state(index), self.settings
+        parameters, first, second = (state[name].clone() for name in ("parameters", "first", "second"))
+        for step in range(settings.steps):
+            number = index * settings.steps + step
+            parameters.requires_grad_(True)
+            (gradient,) = torch.autograd.grad(loss_of(self._router(parameters), lesson), parameters)
+            parameters = parameters.detach()
+            # Each head's numbers have a loss of their own, of which the loss is the mean.
+            gradient = gradient * self._plain.mass.numel()
+            first = _BETAS[0] * first + (1 - _BETAS[0]) * gradient
+            second = _BETAS[1] * second + (1 - _BETAS[1]) * gradient.square()
+            rate = settings.rate * (1 + math.cos(math.pi * number / (settings.texts * settings.steps))) / 2
+            size = (second / (1 - _BETAS[1] ** (number + 1))).sqrt() + 1e-8
+            parameters = parameters - rate * first / (1 - _BETAS[0] ** (number + 1)) / size
+        return {"parameters": parameters, "first": first, "second": second}
+
+    def _lesson(self, index: int) -> Lesson:
+        lesson = make_lesson(self._probe, self._text(index), _BUDGETS[index % len(_BUDGETS)])
+        # Made without gradients, and to be learned from with them.
+        names = ("queries", "high", "low", "sizes", "spans", "rest")
+        return replace(lesson, **{name: getattr(lesson, name).clone() for name in names})
+
+    def _text(self, index: int) -> Continuation:
+        """By turns a question about a text with its answer, and source code."""
+        settings, tokenizer = self.settings, self._probe.tokenizer
+        if index % 2 == 0:
+            plan = Plan((settings.length,), settings.seed)
+            trials = haystack_trials(tokenizer, plan, index // 2, settings.length + _REST)
+            if trials:
+                ids = list(trials[index // 2 % len(trials)].ids)
+                return Continuation(ids[:-_REST], len(ids) - _REST, ids[-_REST:])
+        rng = random.Random(f"{settings.seed} source {index}")
+        ids = tokenizer.encode_rendered(inspect.getsource(import_module(rng.choice(_MODULES))))
+        start = rng.randrange(max(1, len(ids) - settings.length))
+        ids = ids[start : start + settings.length]
+        return Continuation(ids[:-_REST], len(ids) - _REST, ids[-_REST:])
+
+
+def _compared(plain: Router, router: Router, lesson: Lesson) -> Comparison:
+    with torch.inference_mode():
+        losses = [float(loss_of(one, lesson)) for one in (plain, router)]
+    recalls = [recall_of(one, lesson) for one in (plain, router)]
+    return Comparison(losses[0], recalls[0], losses[1], recalls[1])

@@ -1,0 +1,114 @@
+"""Cutting text into spans and choosing which to zoom in, against what is demanded of both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minikv.cache.spans.routing import choose, masses
+from minikv.cache.spans.segments import Cutting, anchors, segments
+
+
+def lanes(seed, count, width):
+    """Surprisal, free and kept entries of lanes of different lengths."""
+    random = torch.Generator().manual_seed(seed)
+    surprisal = torch.empty(count, width).exponential_(generator=random)
+    surprisal[torch.rand(count, width, generator=random) < 0.1] = torch.nan
+    length = torch.randint(1, width + 1, (count, 1), generator=random)
+    valid = torch.arange(width) < length
+    kept = valid & (torch.rand(count, width, generator=random) < 0.15)
+    return surprisal, valid & ~kept, kept
+
+
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 4),
+    st.integers(1, 90),
+    st.floats(0, 1),
+    st.sampled_from([Cutting(), Cutting(0.0, 1.0, 1), Cutting(1.0, 0.0), Cutting(0.5, 0.5, 8)]),
+)
+def test_segments_part_every_lane_exactly_into_as_many_as_wanted(seed, count, width, part, cutting):
+    surprisal, free, kept = lanes(seed, count, width)
+    entries, floor = (free | kept).sum(1), kept.sum(1)
+    wanted = torch.maximum(floor, ((entries - floor) * part).long() + floor)
+    found = segments(surprisal, free, kept, wanted, cutting)
+    for lane in range(count):
+        of_lane = found[lane].tolist()
+        assert all(
+            place == -1 for place, f, k in zip(of_lane, free[lane], kept[lane], strict=True) if not (f or k)
+        )
+        used = [place for place in of_lane if place >= 0]
+        assert used == sorted(used) and sorted(set(used)) == list(range(len(set(used))))
+        assert len(set(used)) == int(wanted[lane])
+        for index in kept[lane].nonzero()[:, 0].tolist():
+            assert of_lane.count(of_lane[index]) == 1
+        for place in set(used):
+            members = [i for i, p in enumerate(of_lane) if p == place]
+            assert members == list(range(members[0], members[-1] + 1))
+        runs = (free[lane] & ~torch.cat((torch.tensor([False]), free[lane][:-1]))).sum()
+        if int(wanted[lane] - floor[lane]) >= int(runs):
+            assert all(place >= 0 for place, f in zip(of_lane, free[lane], strict=True) if f)
+
+
+def test_anchors_stand_out_from_what_is_not_kept_anyway_and_from_their_neighbours():
+    surprisal = torch.ones(1, 40)
+    surprisal[0, 0] = 1000.0  # kept: must not raise the bar
+    surprisal[0, [10, 12, 30]] = torch.tensor([6.0, 7.0, 6.5])
+    free = torch.ones(1, 40, dtype=torch.bool)
+    free[0, 0] = False
+    assert anchors(surprisal, free, Cutting(1.0, 1.0, 4))[0].nonzero()[:, 0].tolist() == [12, 30]
+    assert anchors(surprisal, free, Cutting(1.0, 1.0, 1))[0].nonzero()[:, 0].tolist() == [10, 12, 30]
+
+
+def test_text_without_surprises_is_cut_into_equal_spans():
+    free = torch.ones(1, 60, dtype=torch.bool)
+    for values in (torch.zeros(1, 60), torch.full((1, 60), torch.nan)):
+        found = segments(values, free, ~free, torch.tensor([6]), Cutting())
+        assert found[0].bincount().tolist() == [10] * 6
+
+
+def test_with_few_segments_there_are_fewer_anchors():
+    surprisal = torch.ones(1, 100)
+    surprisal[0, 5::10] = 9.0 + torch.arange(10.0)
+    free = torch.ones(1, 100, dtype=torch.bool)
+    for wanted in (1, 2, 3, 7, 21, 40):
+        found = segments(surprisal, free, ~free, torch.tensor([wanted]), Cutting(1.0, 1.0, 4))
+        single = [5 + 10 * i for i in range(10) if (found[0] == found[0, 5 + 10 * i]).sum() == 1]
+        assert len(single) == min(10, (wanted - 1) // 2)
+        assert single == [5 + 10 * i for i in range(10 - len(single), 10)]
+
+
+@given(st.integers(0, 10_000), st.integers(1, 30), st.integers(0, 60), st.integers(0, 60))
+def test_a_choice_never_passes_its_caps_and_drops_what_is_zoomed_only_for_room(seed, count, rows, new_rows):
+    random = torch.Generator().manual_seed(seed)
+    worth = torch.rand(3, count, generator=random)
+    sizes = torch.randint(0, 12, (3, count), generator=random)
+    zoomed = torch.zeros(3, count, dtype=torch.bool)
+    for _ in range(3):
+        chosen = choose(worth, sizes, zoomed, rows, new_rows, 1.5, 0.1)
+        assert not (chosen & (sizes == 0) & ~zoomed).any()
+        assert bool(((sizes * chosen).sum(1) <= rows).all())
+        assert bool(((sizes * (chosen & ~zoomed)).sum(1) <= new_rows).all())
+        assert not (chosen & ~zoomed & (worth < 0.1)).any()
+        gone = zoomed & ~chosen & (sizes > 0)
+        for lane, span in gone.nonzero().tolist():
+            better = chosen[lane] & (
+                torch.where(zoomed[lane], worth[lane] * 1.5, worth[lane]) >= worth[lane, span]
+            )
+            assert int((sizes[lane] * better).sum()) + int(sizes[lane, span]) > rows
+        zoomed = chosen & (sizes > 0)
+        worth = torch.rand(3, count, generator=random)
+
+
+def test_a_zoomed_span_stays_while_it_earns_its_place():
+    sizes = torch.tensor([[4, 4]])
+    zoomed = torch.tensor([[True, False]])
+    assert choose(torch.tensor([[0.2, 0.25]]), sizes, zoomed, 4, 4, 1.5, 0.0).tolist() == [[True, False]]
+    assert choose(torch.tensor([[0.2, 0.35]]), sizes, zoomed, 4, 4, 1.5, 0.0).tolist() == [[False, True]]
+
+
+def test_masses_are_shares_of_all_that_is_seen():
+    scores = torch.tensor([[[0.0, 1.0, 2.0]]])
+    assert masses(scores, scores.logsumexp(-1)).sum().item() == pytest.approx(1.0)
