@@ -83,8 +83,11 @@ def apart(decoder, prompts, cache=None, params=None, chunk=512, **options):
 # The same answers
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [(name, chunk) for name in CACHES for chunk in (7, 64)]
+    + [(name, 1) for name in ("full", "expected", "streaming gracekv")],
+)
 def test_answers_are_those_without_the_store(decoder, name, chunk):
     cache = CACHES[name]
     prompts = [DOCUMENT + question(n) for n in range(3)] + [DOCUMENT[:20] + question(9, 40)]
