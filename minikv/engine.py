@@ -203,6 +203,8 @@ class Engine:
             "turns_restored": scheduler.num_restored,
             "preemptions": scheduler.num_preemptions,
             "reclaimed": scheduler.num_reclaimed,
+            "zoomed_rows": self.zoomed.rows,
+            "zoomed_bytes": self.zoomed.bytes,
         }
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ def tier_lines(llm: LLM) -> list[str]:
         (stats["sequences_restored"], "sequences put back"),
         (stats["turns_restored"], "turns begun with all that was demoted"),
         (stats["prefix_hits"], f"prompts begun with {stats['prefix_tokens']:,} tokens known"),
+        (stats["zoomed_rows"], "rows zoomed in"),
         (stats["refused"], "times no room"),
         (stats["misses"], "spans lost"),
         (stats.get("cold_damaged", 0), "records damaged"),
