@@ -330,12 +330,15 @@ class Engine:
                     turn.pinned,
                     due.room,
                     max(request.num_computed, turn.num_prompt),
+                    None if course.below is None else course.below.basis,
                 )
             except Exception as error:
                 _LOG.debug("a compression failed", exc_info=True)
                 self._finish(request, "error", _describe(error))
                 return False
             request.compress_s += report.seconds
+            if course.below is not None:
+                course.below.basis = report.basis
             course.take(due)
             ask_area(self.store, request)
         return True

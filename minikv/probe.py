@@ -185,17 +185,18 @@ class Probe:
         seqs: Sequence[int],
         ids_per_seq: Sequence[Sequence[int]],
         logits: Literal["last", "all"] = "last",
+        reply: bool = False,
     ) -> list[Tensor]:
         """Compute some tokens at the end of several sequences in one pass; any number of tokens each.
 
         Returns per sequence the logits of its last row [vocab], or of all its rows [n, vocab]. `ids` of a
         sequence are not its prompt: with dynamic RoPE each is rotated for its own position.
 
-        Sequences with spans are fed in several passes, as they would be in an engine: row by row where all
-        logits are wanted, which are those of a reply, and else some rows together.
+        Sequences with spans are fed in several passes, as they would be in an engine: row by row if they are
+        of a `reply`, as all are of which all logits are wanted, and else some rows together.
         """
         self._check_room(seqs, ids_per_seq)
-        size = 1 if logits == "all" else ROUTED
+        size = 1 if reply or logits == "all" else ROUTED
         outputs: list[list[Tensor]] = [[] for _ in seqs]
         left = dict(enumerate(map(list, ids_per_seq)))
         while left:
@@ -252,7 +253,9 @@ class Probe:
             below = Below(self._storage) if seq not in self._spans else self._spans[seq].below
             self.demote(seq, below)
         try:
-            report = self.compressor.compress(seq, policy, cache, self._num_tokens[seq], recorded, pinned)
+            report = self.compressor.compress(
+                seq, policy, cache, self._num_tokens[seq], recorded, pinned, basis=below and below.basis
+            )
         except BaseException:
             if below is not None and seq not in self._spans:
                 below.forget()
@@ -263,6 +266,7 @@ class Probe:
         if not self.store.num_merged(seq):
             below.forget()
             return report
+        below.basis = report.basis
         pages, rows = area_of(limit, getattr(policy, "resident", 1.0), self.store, self._num_tokens[seq])
         zooming = replace(getattr(policy, "zooming", Zooming(0)), rows=rows)
         self._give_area(seq, _Spans(below, pages, zooming, getattr(policy, "router", None)))

@@ -33,6 +33,7 @@ from minikv.cache.policies.window import Window
 from minikv.cache.protect import Ranges, pinned_too_much, protect
 from minikv.cache.references import Seen
 from minikv.cache.showing import for_refit, joined, shown_to
+from minikv.cache.spans.codes import Basis
 from minikv.config import CacheConfig
 from minikv.errors import ConfigError
 from minikv.kernels.backend import AttentionBackend
@@ -63,12 +64,13 @@ class Weights(Protocol):
 @dataclass(frozen=True)
 class Report:
     """What a compression did: (before, after) entries over all lanes, and bytes of pages; seconds taken;
-    entries that now stand for more than one token."""
+    entries that now stand for more than one token; what codes in entries mean, if there are any."""
 
     entries: tuple[int, int]
     bytes: tuple[int, int]
     seconds: float
     merged: int = 0
+    basis: Basis | None = None
 
 
 def refits(policy: AnyPolicy, cache: CacheConfig, ratio: float = math.inf) -> bool:
@@ -157,20 +159,22 @@ class Compressor:
         pinned: Ranges = (),
         room: int = 0,
         of_tokens: int | None = None,
+        basis: Basis | None = None,
     ) -> Report:
         """Do what a policy of either kind says, with a refit if the configuration or the policy wants one;
-        pages no longer needed are free when this returns. The arguments are those of `choose`."""
+        pages no longer needed are free when this returns. The arguments are those of `choose`; basis: that of
+        the codes which entries hold, from the first report that had one."""
         started = time.perf_counter()
         entries, held = int(self.store.lengths[seq].sum()), self.store.bytes_of(seq)
         task = self._task(seq, policy, cache, num_tokens, recorded, pinned, room, of_tokens)
         if task is not None and is_merging(task.policy):
-            self._merge(task)
+            basis = self._merge(task, basis)
         elif task is not None:
             self._evict(task)
         seconds = time.perf_counter() - started
         left = int(self.store.lengths[seq].sum())
         sizes = (held, self.store.bytes_of(seq))
-        return Report((entries, left), sizes, seconds, self.store.num_merged(seq))
+        return Report((entries, left), sizes, seconds, self.store.num_merged(seq), basis)
 
     @torch.inference_mode()
     def choose(
@@ -239,6 +243,7 @@ class Compressor:
             surprisal=recorded.surprisal,
             output_gram=self._gram(layer) if gram else None,
             slots=self.model.backend.slots,
+            kv_dtype=pool.dtype,
         )
 
     def _gram(self, layer: int) -> Tensor:
@@ -354,10 +359,12 @@ class Compressor:
 
     # Merging
 
-    def _merge(self, task: _Task) -> None:
-        measured = []
+    def _merge(self, task: _Task, basis: Basis | None) -> Basis | None:
+        """Returns what codes in entries mean, if the policy makes any."""
+        measured, refit = [], task.refit_evidence is not None
         for layer in range(len(task.lengths)):
-            view = replace(self._view(task, layer), refit=task.refit_evidence is not None)
+            own = None if basis is None else basis.layer(layer)
+            view = replace(self._view(task, layer), refit=refit, basis=own)
             measured.append(task.policy.measure(view, task.protected_of(layer)))
         merger = Merger(task.policy, measured, task.lengths, task.floors)
         assignment = (
@@ -372,6 +379,8 @@ class Compressor:
             return self._refitted(task, view, rows, getattr(measured[layer], "seen", None)), source
 
         self.store.replace(task.seq, rows_of, task.end)
+        made = [layer.basis for layer in measured if hasattr(layer, "basis")]
+        return Basis.stacked(made) if made else basis
 
     def _refitted(self, task: _Task, view: LayerView, rows: Rows, seen: Seen | None = None) -> Rows:
         """The rows with masses and values corrected, if there is to be a refit; seen: by the policy."""

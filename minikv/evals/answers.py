@@ -91,9 +91,9 @@ class Answers:
         ids = [*_unread(before)]
         if not told:
             ids += (*turn.question, *turn.suffix)
-        ids += turn.prefix[:-1]
-        if ids and seqs:
-            self._probe.feed_many(seqs, [ids] * len(seqs))
+        for part, reply in ((ids, False), (list(turn.prefix[:-1]), True)):
+            if part and seqs:
+                self._probe.feed_many(seqs, [part] * len(seqs), reply=reply)
 
     def _score(self, seqs: Sequence[int], turn: Turn, gold: Ids) -> list[Tensor]:
         """Per sequence the logits that predict the tokens of `gold`."""

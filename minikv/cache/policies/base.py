@@ -11,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from minikv.cache.spans.codes import Basis
 from minikv.kernels.slots import SlotKernels
 
 
@@ -76,6 +78,7 @@ class LayerView:
     slots: kernels for what trees are measured by; None: torch does it.
     refit: whether what stays will be refitted, so that what the queries see is worth keeping.
     num_tokens: logical length of the sequence; group: query heads per KV head.
+    kv_dtype: what new entries will be rounded to. basis: of codes that entries hold already, None if none do.
     """
 
     layer: int
@@ -98,6 +101,8 @@ class LayerView:
     output_gram: Tensor | None = None
     slots: SlotKernels | None = None
     refit: bool = False
+    kv_dtype: torch.dtype = torch.float32
+    basis: Basis | None = None
 
 
 def output_gram(weight: Tensor, head_dim: int) -> Tensor:

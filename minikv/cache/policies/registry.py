@@ -61,7 +61,7 @@ def make_policy(
     `MERGING_NAMES`.
 
     window: last content queries that attention is read from; profile: for compresskv, None to do without;
-    rope: the model's, needed for expected, gracekv and sekv. router: for sekv, None to do without.
+    rope: the model's, needed for expected and gracekv. router: for sekv, None to do without.
     ConfigError for an unknown name or a profile of other shapes.
     """
     check_policy_name(name)
@@ -69,7 +69,7 @@ def make_policy(
     if name == "gracekv":
         return _gracekv(window, rope)
     if name == "sekv":
-        return _sekv(rope, router)
+        return _sekv(router)
     allocation, _, scoring = name.rpartition(":")
     if name == "adakv":
         allocation, scoring = "adakv", "snapkv"
@@ -86,11 +86,10 @@ def _gracekv(window: int, rope: Rope | None) -> MergingPolicy:
     return GraceKV(window, rope)
 
 
-def _sekv(rope: Rope | None, router: Router | None) -> MergingPolicy:
+def _sekv(router: Router | None) -> MergingPolicy:
     from minikv.cache.policies.sekv import SeKV
 
-    assert rope is not None, "sekv needs the model's rope"
-    return SeKV(rope, router=router)
+    return SeKV(router=router)
 
 
 def _scoring(name: str, window: int, profile: HeadProfile | None, rope: Rope | None, pooled: bool) -> Policy:

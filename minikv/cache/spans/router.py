@@ -1,11 +1,12 @@
-"""The trained estimate of how much attention a span draws (arXiv 2606.31145, section 3.3, in a smaller form).
+"""The trained correction of how much attention a token is expected to draw (arXiv 2606.31145, section 3.3, in
+a smaller form).
 
-Bounds of a span's keys say how high the score of one of them can be. None reaches that, and the less so the
-more the numbers of the key change within the span. The estimate of the log mass of a span of n tokens is
+Codes of a key have an error, which is greater in some components than in others, and of which the exponential
+makes mass. The estimate of a query head's score is
 
-    bound of (scale * q) + mass * log n + bias
+    (sum over components of scale * query * code) + query * mean + bias
 
-with numbers for each query head: head_dim + 2 of them, where the published form has a matrix on mean keys.
+with numbers for each query head: head_dim / 4 + 1 of them, where the published form has a matrix on mean keys.
 """
 
 from __future__ import annotations
@@ -18,29 +19,26 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Router:
-    """scale: [layers, query_heads, head_dim]; mass, bias: [layers, query_heads]; all float32."""
+    """scale: [layers, query_heads, components]; bias: [layers, query_heads], in units of a score before it is
+    divided by the root of head_dim; float32."""
 
     scale: Tensor
-    mass: Tensor
     bias: Tensor
 
     @classmethod
     def plain(cls, layers: int, query_heads: int, head_dim: int) -> Router:
-        """The one that takes bounds as they are."""
+        """The one that takes codes as they are."""
         shape = (layers, query_heads)
-        return cls(torch.ones(*shape, head_dim), torch.zeros(shape), torch.zeros(shape))
+        return cls(torch.ones(*shape, head_dim // 4), torch.zeros(shape))
 
     @property
     def num_parameters(self) -> int:
         """Numbers that were learned."""
-        return self.scale.numel() + self.mass.numel() + self.bias.numel()
+        return self.scale.numel() + self.bias.numel()
 
-    def queries(self, layer: int, q: Tensor) -> Tensor:
-        """Queries [rows, query_heads, head_dim] of a layer as they meet bounds."""
-        return q * self.scale[layer]
-
-    def offsets(self, layer: int, log_mass: Tensor, group: int) -> Tensor:
-        """What is added to the bounds of a layer's spans: [kv_heads, group, spans], from the logarithms of
-        their tokens [kv_heads, spans], -inf where there is no span."""
-        mass, bias = (part[layer].view(-1, group, 1) for part in (self.mass, self.bias))
-        return torch.where(log_mass.isfinite()[:, None], mass * log_mass[:, None] + bias, -torch.inf)
+    def of_rows(self, layer: int, kv_heads: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Scales [kv_heads, group * rows, components] and biases [kv_heads, group * rows, 1] for so many rows of
+        each query head, one head after the other."""
+        scale = self.scale[layer].view(kv_heads, -1, self.scale.shape[-1])
+        bias = self.bias[layer].view(kv_heads, -1, 1)
+        return scale.repeat_interleave(rows, dim=1), bias.repeat_interleave(rows, dim=1)

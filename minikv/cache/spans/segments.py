@@ -24,7 +24,7 @@ class Cutting:
     """
 
     alpha: float = 1.0
-    share: float = 0.25
+    share: float = 0.1
     least: int = 4
 
 

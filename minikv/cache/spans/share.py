@@ -5,16 +5,18 @@ from __future__ import annotations
 from minikv.cache.budget import Budget
 from minikv.cache.ceiling import Ceiling
 from minikv.cache.lanes import LaneStore
+from minikv.cache.spans.codes import basis_entries
 
 
 def area_of(limit: Budget, resident: float, store: LaneStore, num_tokens: int) -> tuple[int, int]:
-    """Pages per lane for what is zoomed in of a sequence of so many tokens, and how many rows of them may be
-    used. resident: the lanes' part of the budget."""
+    """Pages per lane for what is zoomed in of a sequence of so many tokens, and rows that they have room for,
+    beside the basis of the lanes' codes; both may be 0. resident: the lanes' part of the budget."""
+    size, basis = store.pool.page_size, basis_entries(store.pool.head_dim)
     if limit.kind == "bytes":
         pages = Ceiling.of(limit, store).pages_beside(resident)
-        return pages, pages * store.pool.page_size
-    whole = limit.entries(num_tokens, store.num_lanes) // store.num_lanes
-    part, size = int(resident * whole), store.pool.page_size
-    # Lanes and area together take the pages that lanes with all of the budget would.
-    pages = max(1, -(-whole // size) - -(-part // size))
-    return pages, min(whole - part, pages * size)
+    else:
+        whole = limit.entries(num_tokens, store.num_lanes) // store.num_lanes
+        # Lanes and area together take the pages that lanes with all of the budget would.
+        pages = -(-whole // size) - -(-int(resident * whole) // size)
+    rows = pages * size - basis
+    return (pages, rows) if rows > 0 else (0, 0)

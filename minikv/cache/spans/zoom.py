@@ -1,17 +1,18 @@
-"""Spans that are zoomed in while a sequence runs: rows from below the pool, put into its area.
+"""Rows of spans that are zoomed in while a sequence runs: from below the pool, put into its area.
 
-    Below.rows --copies--> rows of the area, whose summary is then masked      (zoomed in)
-    rows of the area --masked--> free for others; the summary counts again     (zoomed out)
+    codes in the lane's entries, queries --worth_of--> worth of single tokens --choose--> which rows
+    Below.rows --copies--> rows of the area                    (zoomed in)
+    rows of the area --masked--> free for others               (zoomed out)
 
-In each layer the queries of the very step choose (`choose`), for each KV head. A query then sees a span
-either as its summary or as its rows, never both: the other has the log mass -inf.
+In each layer the queries of the very step choose, for each KV head. The entry of a span is muted: a query sees
+a token that is not zoomed in not at all.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 from minikv.cache.area import Area
 from minikv.cache.lanes import LaneStore
 from minikv.cache.pool import PagePool
+from minikv.cache.spans.codes import basis_entries, cells_of, centres, digits_of, first_of, unpack
 from minikv.cache.spans.router import Router
-from minikv.cache.spans.routing import MUTED, Zooming, bound_scores, choose, masses
+from minikv.cache.spans.routing import Zooming, choose, worth_of
 from minikv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,13 +48,29 @@ class Counters:
     changes: int = 0
 
 
+@dataclass(frozen=True)
+class Cells:
+    """Tokens that share a code, of one layer: [kv_heads, cells] int64. first: the first of them; size: how many,
+    0 where there is no cell."""
+
+    first: Tensor
+    size: Tensor
+
+    @classmethod
+    def of(cls, start: Tensor, size: Tensor, cells: int) -> Cells:
+        """Those of spans [kv_heads, spans] with their first tokens and sizes."""
+        size = size[..., None]
+        before = first_of(torch.arange(cells + 1), size, cells)
+        first = start[..., None] + before[..., :-1]
+        return cls(first.flatten(1), (before[..., 1:] - before[..., :-1]).flatten(1))
+
+
 class Zoom:
     """The spans of one sequence, as its lanes are now; to be made again when they are rewritten.
 
-    The tensors are [layers, kv_heads, spans]: start and size (tokens; 0 where a place holds no span), place
-    (of the summary in its lane), mass (its log mass as attention sees it), weight (that of its tokens, by
-    which it is routed), zoomed, worth. owner: [layers, kv_heads, rows], the span that a row of the area is
-    of, -1 for none.
+    The tensors are [layers, kv_heads, spans]: start and size (tokens; 0 where a place holds no span) and slot
+    (of the entry with its codes). rows: [layers, kv_heads, rows], slots of the area but for the last, `meaning`,
+    which hold what the codes mean; owner: the token that each row is of, -1 for none.
     """
 
     def __init__(
@@ -66,125 +84,107 @@ class Zoom:
         counters: Counters,
     ) -> None:
         pool = store.pool
-        self._pool, self._below, self._zooming, self._router = pool, below, zooming, router
-        self._counters = counters
+        self._pool, self._below, self._router, self._counters = pool, below, router, counters
+        self._num_tokens = int(store.num_tokens[seq])
         counts = torch.from_numpy(store.counts(seq).numpy())
         slots, _ = store.slots(seq)
-        positions = store.positions(seq).long()
-        start = _starts(positions, counts)
-        able = _zoomable(start, counts, int(store.num_tokens[seq]), below.whole)
+        start = _starts(store.positions(seq).long(), counts)
+        able = _zoomable(start, counts, self._num_tokens, below.whole)
+        if below.basis is None:
+            able = torch.zeros_like(able)
         most = max(1, int(able.sum(dim=-1).max()))
         order = able.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
         self.size = (counts * able).gather(-1, order)
-        self.place = order.masked_fill(self.size == 0, 0)
         self.start = start.gather(-1, order)
         self.slot = slots.gather(-1, order)
-        self.mass = pool.log_mass.view(-1)[self.slot].masked_fill(self.size == 0, -torch.inf)
-        self.weight = self.size.float().log()
-        self._bounds = bool((self.mass[self.size > 0] <= MUTED).all())
-        self.zoomed = torch.zeros_like(able[..., :most])
-        self.worth = torch.full(self.size.shape, torch.nan)
         pages = torch.from_numpy(area.pages).long()
-        self.rows = (pages[..., None] * pool.page_size + torch.arange(pool.page_size)).flatten(2)
+        area_rows = (pages[..., None] * pool.page_size + torch.arange(pool.page_size)).flatten(2)
+        self._beside = area_rows.shape[-1]
+        self.rows, self.meaning = area_rows.tensor_split([-basis_entries(pool.head_dim)], dim=-1)
+        if below.basis is not None:
+            pool.write_rows(self.meaning, *below.basis.rows().chunk(2, dim=-1))
         self.owner = torch.full(self.rows.shape, -1)
-        self._most = min(zooming.rows, self.rows.shape[-1])
+        self._zooming = replace(zooming, rows=min(zooming.rows, self.rows.shape[-1]))
         area.state, area.undo = self, self._undo
 
     @property
     def any(self) -> bool:
         """Whether there is a span to zoom in."""
-        return bool((self.size > 0).any()) and self._most > 0
+        return bool((self.size > 0).any()) and self._zooming.rows > 0
 
     def route(self, batch: Batch, sequence: int, layer: int, q: Tensor) -> None:
         """Zoom in and out for the queries q [rows, query_heads, head_dim] of a sequence of the batch."""
         if self._below.lost:
             return
-        found = self._measure(batch, sequence, layer, q)
-        decay, before = self._zooming.decay, self.worth[layer]
-        worth = torch.where(before.isnan(), found, decay * before + (1 - decay) * found)
-        self.worth[layer] = worth
-        size, zoomed, most = self.size[layer], self.zoomed[layer], self._most
-        new = most if self._zooming.new_rows is None else self._zooming.new_rows
-        chosen = choose(worth, size, zoomed, most, new, self._zooming.hold, self._zooming.least)
-        chosen &= size > 0
-        fresh = chosen & ~zoomed
-        if bool(fresh.any()):
-            self._change(layer, fresh, zoomed & ~chosen)
+        cells = Cells.of(self.start[layer], self.size[layer], cells_of(self._pool.dtype))
+        others = self._others(batch, sequence, layer, q)
+        worth = worth_of(self._scores(layer, q), cells.size, others)
+        held = self._held(layer)
+        zoomed = held.gather(1, cells.first.clamp(max=self._num_tokens - 1)) & (cells.size > 0)
+        self._change(layer, held, self._wanted(cells, choose(worth, cells.size, zoomed, self._zooming)))
 
-    def _measure(self, batch: Batch, sequence: int, layer: int, q: Tensor) -> Tensor:
-        """Attention mass [kv_heads, spans] of each, in the attention that the queries would give now."""
-        rows = len(q)
-        pages, seen, scores = self._seen(batch, sequence, layer, q)
-        size, heads = self.rows.shape[-1], len(pages)
-        if self._bounds:
-            router = self._router
-            asking = q if router is None else router.queries(layer, q)
-            estimate = bound_scores(_by_head(asking, heads), *self._ends(layer))
-            if router is not None:
-                group = q.shape[1] // heads
-                offsets = router.offsets(layer, self.weight[layer], group)
-                estimate = estimate + offsets.repeat_interleave(rows, dim=1)
-            estimate = estimate.masked_fill(self.size[layer][:, None] == 0, -torch.inf)
-            # Zoomed in or not, by the same measure: what a bound says is no mass that rows could be held to.
-            lanes = seen[..., size:].logsumexp(dim=-1)
-            return masses(estimate, torch.logaddexp(estimate.logsumexp(dim=-1), lanes))
-        total = seen.logsumexp(dim=-1)
-        place = (self.place[layer] + size)[:, None].expand(-1, scores.shape[1], -1)
-        found = masses(scores.gather(2, place) + self.weight[layer][:, None], total)
-        # Of rows that are there the mass is known.
-        real = masses(seen[..., :size], total)
-        inside = torch.zeros(heads, found.shape[1] + 1)
-        inside.scatter_add_(1, self.owner[layer] + 1, real)
-        return torch.where(self.zoomed[layer], inside[:, 1:], found)
+    def _scores(self, layer: int, q: Tensor) -> Tensor:
+        """What single tokens of each cell would score by their codes: [kv_heads, queries, cells]."""
+        pool = self._pool
+        codes = unpack(torch.cat(pool.read_rows(self.slot[layer]), dim=-1), digits_of(pool.dtype))
+        heads = len(codes)
+        asking = _by_head(q, heads)
+        meaning = torch.cat(pool.read_rows(self.meaning[layer]), dim=-1).float()
+        against = asking @ meaning.unflatten(-1, (2, -1)).flatten(1, 2).transpose(1, 2)
+        constant, parts = against[..., :1], against[..., 1 : 1 + codes.shape[-1]]
+        if self._router is not None:
+            scale, bias = self._router.of_rows(layer, heads, len(q))
+            parts, constant = parts * scale, constant + bias
+        return (parts @ centres(codes).flatten(1, 2).transpose(1, 2) + constant) / math.sqrt(q.shape[-1])
 
-    def _ends(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Bounds [kv_heads, spans, head_dim] of the keys of a layer's spans."""
-        high, low = self._pool.read_rows(self.slot[layer])
-        return high.float(), low.float()
-
-    def _seen(self, batch: Batch, sequence: int, layer: int, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Pages [kv_heads, n], and scores [kv_heads, queries, entries] with their log masses and without, of
-        area and lane together; -inf past a lane's end."""
-        pool, width = self._pool, q.shape[-1]
+    def _others(self, batch: Batch, sequence: int, layer: int, q: Tensor) -> Tensor:
+        """Log-sum-exp [kv_heads, queries] over what the lanes hold beside spans, the new rows included."""
+        pool, beside = self._pool, self._beside
         lengths = batch.past_lengths[sequence, layer] + len(q)
         used = -(-int(lengths.max()) // pool.page_size)
-        pages = batch.lane_pages[sequence, layer, :, :used].long()
+        pages = batch.lane_pages[sequence, layer, :, beside // pool.page_size : used].long()
         keys = pool.keys[pages].float()
         keys = keys if pool.keys_transposed else keys.transpose(2, 3)
-        scores = _by_head(q, len(pages)).unsqueeze(1) @ keys / math.sqrt(width)
+        scores = _by_head(q, len(pages)).unsqueeze(1) @ keys / math.sqrt(q.shape[-1])
         if pool.key_scales is not None:
             scores = scores * pool.key_scales[pages].unsqueeze(2)
         scores = scores.transpose(1, 2).flatten(2)
-        beyond = torch.arange(scores.shape[-1]) >= lengths[:, None]
+        beyond = torch.arange(scores.shape[-1]) >= (lengths - beside)[:, None]
         mass = pool.log_mass[pages].flatten(1).masked_fill(beyond, -torch.inf)
-        return pages, scores + mass[:, None], scores
+        return (scores + mass[:, None]).logsumexp(dim=-1)
 
-    def _change(self, layer: int, fresh: Tensor, leaving: Tensor) -> None:
-        pool = self._pool
-        size, owner = self.size[layer], self.owner[layer]
-        # The rows of spans that come, head after head and span after span.
-        head, span = fresh.nonzero().unbind(1)
-        lengths = size[head, span]
-        heads = head.repeat_interleave(lengths)
-        spans = span.repeat_interleave(lengths)
-        first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-        tokens = self.start[layer][heads, spans] + torch.arange(len(heads)) - first
+    def _held(self, layer: int) -> Tensor:
+        """Tokens [kv_heads, num_tokens] bool that are zoomed in."""
+        owner = self.owner[layer]
+        held = torch.zeros(len(owner), self._num_tokens + 1, dtype=torch.bool)
+        return held.scatter_(1, owner + 1, True)[:, 1:]
+
+    def _wanted(self, cells: Cells, chosen: Tensor) -> Tensor:
+        """The tokens [kv_heads, num_tokens] bool of chosen cells."""
+        head, cell = chosen.nonzero().unbind(1)
+        sizes = cells.size[head, cell]
+        of = torch.arange(len(head)).repeat_interleave(sizes)
+        within = torch.arange(len(of)) - (sizes.cumsum(0) - sizes)[of]
+        wanted = torch.zeros(len(chosen), self._num_tokens, dtype=torch.bool)
+        wanted[head[of], (cells.first[head, cell])[of] + within] = True
+        return wanted
+
+    def _change(self, layer: int, held: Tensor, wanted: Tensor) -> None:
+        heads, tokens = (wanted & ~held).nonzero().unbind(1)
+        if not len(heads):
+            return
         found = self._below.rows(layer, heads, tokens)
         if found is None:
             self._undo()
             return
-        masses = pool.log_mass.view(-1)
-        gone = (owner >= 0) & leaving.gather(1, owner.clamp(min=0))
-        masses[self.rows[layer][gone]] = -torch.inf
+        pool, owner, rows = self._pool, self.owner[layer], self.rows[layer]
+        gone = (owner >= 0) & ~wanted.gather(1, owner.clamp(min=0))
+        pool.log_mass.view(-1)[rows[gone]] = -torch.inf
         owner[gone] = -1
-        masses[self.slot[layer][leaving]] = self.mass[layer][leaving]
         free = owner < 0
-        wanted = torch.zeros(len(owner), dtype=torch.int64).index_add_(0, head, lengths)
-        taken = free & (free.cumsum(1) <= wanted[:, None])
-        owner[taken] = spans
-        pool.put(self.rows[layer][taken], found)
-        masses[self.slot[layer][fresh]] = -torch.inf
-        self.zoomed[layer] = (self.zoomed[layer] & ~leaving) | fresh
+        taken = free & (free.cumsum(1) <= heads.bincount(minlength=len(owner))[:, None])
+        owner[taken] = tokens
+        pool.put(rows[taken], found)
         counters = self._counters
         counters.rows += len(heads)
         counters.bytes += len(heads) * pool.page_bytes // pool.page_size
@@ -192,24 +192,26 @@ class Zoom:
 
     def _undo(self) -> None:
         """Zoom everything out."""
-        masses = self._pool.log_mass.view(-1)
-        masses[self.rows.flatten()] = -torch.inf
-        masses[self.slot[self.zoomed]] = self.mass[self.zoomed]
+        self._pool.log_mass.view(-1)[self.rows.flatten()] = -torch.inf
         self.owner.fill_(-1)
-        self.zoomed.fill_(False)
-        self.worth.fill_(torch.nan)
 
     def check(self) -> None:
-        """Fail unless each span is seen once, by its summary or by all its rows."""
-        masses = self._pool.log_mass.view(-1)
-        inside = torch.zeros(*self.size.shape[:2], self.size.shape[2] + 1, dtype=torch.int64)
+        """Fail unless rows that are seen are those of tokens of spans, each once."""
+        used = self._pool.log_mass.view(-1)[self.rows].isfinite()
+        assert torch.equal(used, self.owner >= 0), "a row is seen that is of no token, or the other way round"
+        assert int(used.sum(dim=-1).max()) <= self._zooming.rows, "more rows are zoomed in than may be"
+        tokens = self._pool.positions.view(-1)[self.rows]
+        assert torch.equal(tokens[used].long(), self.owner[used]), "a row is of another token"
+        inside = torch.zeros(*self.owner.shape[:2], self._num_tokens + 1, dtype=torch.int64)
         inside.scatter_add_(2, self.owner + 1, torch.ones_like(self.owner))
-        assert torch.equal(inside[..., 1:], self.size * self.zoomed), "a span is not zoomed in whole"
-        used = masses[self.rows].isfinite()
-        assert torch.equal(used, self.owner >= 0), "a row is seen that is of no span, or the other way round"
-        wanted = self.mass.masked_fill(self.zoomed, -torch.inf)[self.size > 0]
-        assert torch.equal(masses[self.slot[self.size > 0]], wanted), "a summary has a wrong mass"
-        assert int((self.owner >= 0).sum(dim=-1).max()) <= self._most, "more rows are zoomed in than may be"
+        assert int(inside[..., 1:].max()) <= 1, "a token is zoomed in twice"
+        spans = torch.zeros_like(inside)
+        some = self.size > 0
+        layer, head, _ = some.nonzero().unbind(1)
+        spans.index_put_((layer, head, self.start[some]), torch.tensor(1), accumulate=True)
+        spans.index_put_((layer, head, (self.start + self.size)[some]), torch.tensor(-1), accumulate=True)
+        covered = spans.cumsum(dim=-1)[..., :-1] > 0
+        assert bool(covered[inside[..., 1:] > 0].all()), "a row is zoomed in that is of no span"
 
 
 def _starts(positions: Tensor, counts: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minikv.cache.entries import Stored
 from minikv.cache.lanes import LaneStore
+from minikv.cache.spans.codes import Basis
 from minikv.cache.tiers.base import Handle
 from minikv.cache.tiers.moves import put_back
 from minikv.cache.tiers.span import Owner, Span
@@ -45,12 +46,14 @@ def _is_whole(span: Span, num_tokens: int) -> bool:
 class Below:
     """The entries of the first `end` tokens of one sequence, of all lanes. `lost` once any cannot be had any
     more, for want of room or because a file was damaged: the sequence then goes on with what it has.
+    basis: what the codes in the sequence's lanes mean, if they hold any.
 
     Belongs to the course of the sequence, which has to `forget` it.
     """
 
     storage: Storage
     lost: bool = False
+    basis: Basis | None = None
     _parts: list[_Part] = field(default_factory=list)
     _key: bytes = b""
 
@@ -64,8 +67,9 @@ class Below:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all spans."""
-        return sum(handle.nbytes for part in self._parts for handle in part.handles)
+        """Bytes of all spans, and of the basis."""
+        spans = sum(handle.nbytes for part in self._parts for handle in part.handles)
+        return spans if self.basis is None else spans + self.basis.nbytes
 
     @property
     def parts(self) -> list[tuple[int, int]]:
@@ -133,7 +137,7 @@ class Below:
 
     def copy(self) -> Below:
         """The same of another sequence, lost if there is no room for both."""
-        other = Below(self.storage, self.lost)
+        other = Below(self.storage, self.lost, self.basis)
         if self._parts and not self.lost:
             try:
                 spans = self.spans(self.end)
