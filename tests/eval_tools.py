@@ -110,7 +110,7 @@ class CopyingProbe:
         self.log.append(("feed", len(ids)))
         self._ids[seq] += ids
 
-    def feed_many(self, seqs, ids_per_seq, logits="last"):
+    def feed_many(self, seqs, ids_per_seq, logits="last", reply=False):
         out = []
         for seq, ids in zip(seqs, ids_per_seq, strict=True):
             rows = [self._after(self._ids[seq].append(token) or self._ids[seq]) for token in ids]

@@ -69,15 +69,15 @@ def lesson_of(probe: Probe, seed: int = 0, length: int = 200, rest: int = 10):
 def test_true_masses_are_those_of_the_full_cache_and_learning_lowers_the_loss(probe: Probe) -> None:
     lesson = lesson_of(probe)
     shape = probe.config
-    assert lesson.spans.shape[:3] == (shape.num_layers, shape.num_query_heads, 10)
-    assert (lesson.spans >= 0).all() and (lesson.spans.sum(-1) <= 1 + 1e-5).all()
+    assert lesson.masses.shape[:3] == (shape.num_layers, shape.num_query_heads, 10)
+    assert (lesson.masses >= 0).all() and (lesson.masses.sum(-1) <= 1 + 1e-5).all()
     plain = Router.plain(shape.num_layers, shape.num_query_heads, shape.head_dim)
     parts = {name: part.clone().requires_grad_() for name, part in vars(plain).items()}
-    names = ("queries", "high", "low", "spans", "rest")
+    names = ("parts", "constant", "codes", "sizes", "masses", "rest")
     lesson = replace(lesson, **{name: getattr(lesson, name).clone() for name in names})
     loss = loss_of(Router(**parts), lesson)
     gradients = torch.autograd.grad(loss, list(parts.values()))
-    size = plain.mass.numel()
+    size = plain.bias.numel()
     moved = (p - 0.1 * size * g for p, g in zip(parts.values(), gradients, strict=True))
     assert loss_of(Router(*moved), lesson) < loss
     assert 0 < recall_of(plain, lesson) <= 1
@@ -89,8 +89,8 @@ def test_nothing_is_learned_from_what_comes_later(probe: Probe) -> None:
     ids = torch.randint(3, probe.config.vocab_size, (210,), generator=random).tolist()
     other = [*ids[:205], *((i + 1) % 200 + 3 for i in ids[205:])]
     one, two = (make_lesson(probe, Continuation(text[:200], 200, text[200:]), 0.4) for text in (ids, other))
-    assert torch.equal(one.sizes, two.sizes) and torch.equal(one.high, two.high)
-    for name in ("queries", "spans", "rest"):
+    assert torch.equal(one.sizes, two.sizes) and torch.equal(one.codes, two.codes)
+    for name in ("parts", "constant", "masses", "rest"):
         torch.testing.assert_close(getattr(one, name)[:, :, :5], getattr(two, name)[:, :, :5])
     plain = Router.plain(probe.config.num_layers, probe.config.num_query_heads, probe.config.head_dim)
     torch.testing.assert_close(scores_of(plain, one)[:, :, :5], scores_of(plain, two)[:, :, :5])
@@ -110,7 +110,7 @@ def test_the_command_makes_a_router_that_the_policy_takes(model: Path, probe: Pr
     assert "% of the model's" in done.stdout and f"Wrote {path}" in done.stdout
     assert not path.with_name("router.safetensors.partial").exists()
     router = load_router_for(path, probe)
-    assert router.scale.shape == (2, 4, probe.config.head_dim)
+    assert router.scale.shape == (2, 4, probe.config.head_dim // 4)
     assert "exists already" in error_of(invoke("train-router", model, "-o", path, *options))
     cache = CacheConfig(policy="sekv", budget=0.2, profile=str(path))
     text = "the lighthouse keeper wrote down the number of every ship that passed " * 6
@@ -149,14 +149,13 @@ def test_a_probe_counts_and_frees_what_it_zooms_in(probe: Probe) -> None:
         num_layers=shape.num_layers,
         num_query_heads=shape.num_query_heads,
         num_kv_heads=shape.num_kv_heads,
-        rope=probe.model.rope,
     )
     seq = probe.open()
     recorder = probe.record(policy.evidence, range(240))
     probe.feed(seq, ids, "none", recorder)
     report = probe.compress(seq, policy, CacheConfig(policy="sekv", budget=100), recorder.result())
     lanes = probe.store.num_lanes
-    assert report.entries == (240 * lanes, 50 * lanes) and report.merged
+    assert report.entries == (240 * lanes, int(policy.resident * 100 * lanes)) and report.merged
     assert report.bytes[1] == probe.store.bytes_of(seq) == (2 + 2) * lanes * probe.store.pool.page_bytes
     copy = probe.fork(seq)
     before = probe.zoomed.rows

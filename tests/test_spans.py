@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minikv.cache.spans.routing import choose, masses
+from minikv.cache.spans.routing import Zooming, choose, worth_of
 from minikv.cache.spans.segments import Cutting, anchors, segments
 
 
@@ -80,35 +79,39 @@ def test_with_few_segments_there_are_fewer_anchors():
         assert single == [5 + 10 * i for i in range(10 - len(single), 10)]
 
 
-@given(st.integers(0, 10_000), st.integers(1, 30), st.integers(0, 60), st.integers(0, 60))
-def test_a_choice_never_passes_its_caps_and_drops_what_is_zoomed_only_for_room(seed, count, rows, new_rows):
+@given(st.integers(0, 10_000), st.integers(1, 40), st.integers(1, 60), st.sampled_from([1, 3]))
+def test_a_choice_takes_the_best_that_fit(seed, count, rows, largest):
     random = torch.Generator().manual_seed(seed)
     worth = torch.rand(3, count, generator=random)
-    sizes = torch.randint(0, 12, (3, count), generator=random)
-    zoomed = torch.zeros(3, count, dtype=torch.bool)
-    for _ in range(3):
-        chosen = choose(worth, sizes, zoomed, rows, new_rows, 1.5, 0.1)
-        assert not (chosen & (sizes == 0) & ~zoomed).any()
-        assert bool(((sizes * chosen).sum(1) <= rows).all())
-        assert bool(((sizes * (chosen & ~zoomed)).sum(1) <= new_rows).all())
-        assert not (chosen & ~zoomed & (worth < 0.1)).any()
-        gone = zoomed & ~chosen & (sizes > 0)
-        for lane, span in gone.nonzero().tolist():
-            better = chosen[lane] & (
-                torch.where(zoomed[lane], worth[lane] * 1.5, worth[lane]) >= worth[lane, span]
-            )
-            assert int((sizes[lane] * better).sum()) + int(sizes[lane, span]) > rows
-        zoomed = chosen & (sizes > 0)
-        worth = torch.rand(3, count, generator=random)
+    sizes = torch.randint(0, largest + 1, (3, count), generator=random)
+    zoomed = torch.rand(3, count, generator=random) < 0.3
+    chosen = choose(worth, sizes, zoomed, Zooming(rows, 1.5, 0.1))
+    assert not (chosen & ((sizes == 0) | (worth < 0.1))).any()
+    assert bool(((sizes * chosen).sum(1) <= rows).all())
+    rank = torch.where(zoomed, 1.5 * worth, worth)
+    for lane in range(3):
+        left_out = ~chosen[lane] & (sizes[lane] > 0) & (worth[lane] >= 0.1)
+        for cell in left_out.nonzero()[:, 0].tolist():
+            better = chosen[lane] & (rank[lane] >= rank[lane, cell])
+            assert torch.equal(better, chosen[lane]), "a worse one was taken"
+            # Nothing worse is taken instead, so at most one that did not fit leaves room.
+            assert int((sizes[lane] * better).sum()) + largest > rows
 
 
-def test_a_zoomed_span_stays_while_it_earns_its_place():
-    sizes = torch.tensor([[4, 4]])
-    zoomed = torch.tensor([[True, False]])
-    assert choose(torch.tensor([[0.2, 0.25]]), sizes, zoomed, 4, 4, 1.5, 0.0).tolist() == [[True, False]]
-    assert choose(torch.tensor([[0.2, 0.35]]), sizes, zoomed, 4, 4, 1.5, 0.0).tolist() == [[False, True]]
+def test_a_zoomed_cell_stays_while_it_earns_its_place():
+    sizes, zoomed, zooming = torch.tensor([[4, 4]]), torch.tensor([[True, False]]), Zooming(4, 1.5, 0.0)
+    assert choose(torch.tensor([[0.2, 0.25]]), sizes, zoomed, zooming).tolist() == [[True, False]]
+    assert choose(torch.tensor([[0.2, 0.35]]), sizes, zoomed, zooming).tolist() == [[False, True]]
 
 
-def test_masses_are_shares_of_all_that_is_seen():
-    scores = torch.tensor([[[0.0, 1.0, 2.0]]])
-    assert masses(scores, scores.logsumexp(-1)).sum().item() == pytest.approx(1.0)
+def test_worths_are_shares_of_all_that_is_seen():
+    scores, others = torch.tensor([[[0.0, 1.0, 2.0, 9.0]]]), torch.tensor([[1.5]])
+    sizes = torch.tensor([[1, 2, 3, 0]])
+    found = worth_of(scores, sizes, others)[0]
+    seen = torch.exp(torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 1.5]))
+    torch.testing.assert_close(found[:3], torch.exp(scores[0, 0, :3]) / seen.sum())
+    assert float(found[3]) == 0
+    # The mean over query rows.
+    both = worth_of(torch.cat((scores, scores + 3), 1), sizes, others.expand(1, 2))
+    other = worth_of(scores + 3, sizes, others)
+    torch.testing.assert_close(both, (found + other) / 2)

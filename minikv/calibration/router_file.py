@@ -23,7 +23,7 @@ from minikv.calibration.profile import (
 )
 from minikv.errors import ConfigError
 
-KIND = Kind("minikv-router", "1", "router", "`minikv train-router MODEL -o FILE`")
+KIND = Kind("minikv-router", "2", "router", "`minikv train-router MODEL -o FILE`")
 
 
 def save_router(path: Path, router: Router, identity: ModelIdentity, facts: Mapping[str, object]) -> None:
@@ -57,10 +57,10 @@ def _read(path: str, metadata: Mapping[str, str]) -> Router:
     try:
         layers, heads, width = (int(metadata[n]) for n in ("num_layers", "num_query_heads", "head_dim"))
         with safe_open(path, framework="pt") as file:
-            parts: dict[str, Tensor] = {name: file.get_tensor(name) for name in ("scale", "mass", "bias")}
+            parts: dict[str, Tensor] = {name: file.get_tensor(name) for name in ("scale", "bias")}
     except (OSError, SafetensorError, KeyError, ValueError):
         raise ConfigError(KIND.broken(path)) from None
-    shapes = {"scale": (layers, heads, width), "mass": (layers, heads), "bias": (layers, heads)}
+    shapes = {"scale": (layers, heads, width // 4), "bias": (layers, heads)}
     for name, part in parts.items():
         finite = part.dtype == torch.float32 and bool(part.isfinite().all())
         if tuple(part.shape) != shapes[name] or not finite:

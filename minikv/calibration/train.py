@@ -77,7 +77,7 @@ class RouterSettings:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of one held text: KL divergence and recall of true mass, of summaries alone and of the router."""
+    """Of one held text: KL divergence and recall of true mass, of codes alone and of the router."""
 
     plain_loss: float
     plain_recall: float
@@ -160,10 +160,8 @@ class Training:
         return {"parameters": flat, "first": torch.zeros_like(flat), "second": torch.zeros_like(flat)}
 
     def _router(self, flat: Tensor) -> Router:
-        plain = self._plain
-        parts = flat.split([plain.scale.numel(), plain.mass.numel(), plain.bias.numel()])
-        shapes = (plain.scale.shape, plain.mass.shape, plain.bias.shape)
-        return Router(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+        scale, bias = flat.split([self._plain.scale.numel(), self._plain.bias.numel()])
+        return Router(scale.view_as(self._plain.scale), bias.view_as(self._plain.bias))
 
     def _learn(self, lesson: Lesson, index: int) -> dict[str, Tensor]:
         """Adam, by hand: its whole state is in the journal."""
@@ -175,7 +173,7 @@ class Training:
             (gradient,) = torch.autograd.grad(loss_of(self._router(parameters), lesson), parameters)
             parameters = parameters.detach()
             # Each head's numbers have a loss of their own, of which the loss is the mean.
-            gradient = gradient * self._plain.mass.numel()
+            gradient = gradient * self._plain.bias.numel()
             first = _BETAS[0] * first + (1 - _BETAS[0]) * gradient
             second = _BETAS[1] * second + (1 - _BETAS[1]) * gradient.square()
             rate = settings.rate * (1 + math.cos(math.pi * number / (settings.texts * settings.steps))) / 2
@@ -186,7 +184,7 @@ class Training:
     def _lesson(self, index: int) -> Lesson:
         lesson = make_lesson(self._probe, self._text(index), _BUDGETS[index % len(_BUDGETS)])
         # Made without gradients, and to be learned from with them.
-        names = ("queries", "high", "low", "sizes", "spans", "rest")
+        names = ("parts", "constant", "codes", "sizes", "masses", "rest")
         return replace(lesson, **{name: getattr(lesson, name).clone() for name in names})
 
     def _text(self, index: int) -> Continuation:

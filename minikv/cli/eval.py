@@ -172,7 +172,7 @@ def _settings(
         "recent": plan.recent,
         "window": plan.window,
         "profile": None if profile is None else _profile_hash(profile),
-        "router": None if router is None else _hash_of(router.scale, router.mass, router.bias),
+        "router": None if router is None else _hash_of(router.scale, router.bias),
     }
 
 

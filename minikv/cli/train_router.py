@@ -1,4 +1,4 @@
-"""`minikv train-router`: learn what spans draw from a model's own attention, and keep it for policy sekv."""
+"""`minikv train-router`: learn what tokens draw from a model's own attention, and keep it for policy sekv."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train_router(
     training: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Train the router of policy sekv: how much attention a span will draw. The model stays as it is.
+    """Train the router of policy sekv: how much attention a token will draw. The model stays as it is.
 
     A run that was stopped goes on where it ended when it is given again.
     """
@@ -92,6 +92,6 @@ def _finish(run: Training, probe: Probe, output: Path) -> str:
         f"{run.num_parameters:,} parameters, {100 * run.share:.4f}% of the model's\n"
         f"on {len(found)} texts that were not learned from:\n"
         f"          KL divergence  recall of attention mass\n"
-        f"bounds    {mean('plain_loss'):13.4f}  {100 * mean('plain_recall'):5.1f}%\n"
+        f"codes     {mean('plain_loss'):13.4f}  {100 * mean('plain_recall'):5.1f}%\n"
         f"router    {mean('loss'):13.4f}  {100 * mean('recall'):5.1f}%\n"
     )

@@ -3,6 +3,7 @@
 below.parts  [p, 2] int64, tokens up to which a part goes and how many spans it has
 below.sizes  [n] int64, bytes of each span
 below.data   [sum of sizes] uint8
+below.basis  [layers, kv_heads, 1 + 2 * components, head_dim] float16, of the codes in lanes that hold any
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from minikv.cache.entries import Entries
 from minikv.cache.lanes import LaneStore
+from minikv.cache.spans.codes import Basis
 from minikv.cache.tiers.below import Below
 from minikv.cache.tiers.span import ALL_HEADS, FORMS, HEADER_BYTES, Header, Span, SpanFault
 from minikv.cache.tiers.storage import Storage
@@ -22,7 +24,8 @@ from minikv.scheduler.course import Course
 from minikv.sessions.container import Container, Outgoing, Unusable, damaged
 from minikv.sessions.lanes import SavedLanes
 
-NAMES = frozenset({"below.parts", "below.sizes", "below.data"})
+_SPANS = frozenset({"below.parts", "below.sizes", "below.data"})
+NAMES = _SPANS | {"below.basis"}
 _UNFIT = "what was demoted of it does not fit together"
 _MOST_OVERHEAD = 4096  # of a span's header and the lengths of its lanes
 
@@ -32,9 +35,10 @@ def below_tensors(below: Below | None) -> dict[str, Outgoing]:
     spans = None if below is None or not below.end else below.spans(below.end)
     if below is None or spans is None:
         return {}
+    basis = {} if below.basis is None else {"below.basis": Outgoing.whole(below.basis.packed())}
     data = [torch.frombuffer(bytearray(span.to_bytes()), dtype=torch.uint8) for span in spans]
     sizes = torch.tensor([len(part) for part in data])
-    return {
+    return basis | {
         "below.parts": Outgoing.whole(torch.tensor(below.parts)),
         "below.sizes": Outgoing.whole(sizes),
         "below.data": Outgoing(torch.uint8, (int(sizes.sum()),), data),
@@ -52,7 +56,8 @@ def check_below(file: Container, store: LaneStore, num_tokens: int) -> None:
     given = NAMES & file.tensors.keys()
     if not given:
         return
-    if given != NAMES:
+    basis = file.tensors.get("below.basis")
+    if given - {"below.basis"} != _SPANS or (basis and not _is_basis(basis.dtype, basis.shape, store)):
         raise damaged(_UNFIT)
     parts, sizes, data = (file.tensors[name] for name in ("below.parts", "below.sizes", "below.data"))
     types = (parts.dtype, sizes.dtype, data.dtype) == (torch.int64, torch.int64, torch.uint8)
@@ -62,6 +67,12 @@ def check_below(file: Container, store: LaneStore, num_tokens: int) -> None:
     few = parts.shape[0] <= num_tokens and sizes.shape[0] <= num_tokens * store.lane_shape[0]
     if not few or data.nbytes > most_bytes(store, num_tokens):
         raise damaged("what was demoted of it cannot be of that size")
+
+
+def _is_basis(dtype: torch.dtype, shape: tuple[int, ...], store: LaneStore) -> bool:
+    """Whether codes of such lanes can have a basis of that size."""
+    width = store.pool.head_dim
+    return dtype == torch.float16 and shape == (*store.lane_shape, 1 + 2 * (width // 4), width)
 
 
 def read_below(
@@ -81,6 +92,11 @@ def read_below(
     parts = _parts(file.read("below.parts").tolist(), spans, store.lane_shape[0], num_tokens)
     _check_parts(parts, store, storage, course)
     below = Below(storage)
+    if "below.basis" in file.tensors:
+        packed = file.read("below.basis")
+        if not bool(packed.isfinite().all()):
+            raise Unusable("holds numbers that are not finite")
+        below.basis = Basis.unpacked(packed)
     if not below.resume(parts):
         needed = format_size(sum(sizes))
         raise Unusable(

@@ -6,7 +6,7 @@
 
 A lane's keys differ from token to token in few directions, and queries look at fewer still. The basis is that
 of the principal components of keys, in the metric of the queries, so that the error of a *score* is least
-for so many numbers; each has 4 bits. A quarter of head_dim components at 4 bits are a bit for each number of a key.
+for so many numbers; each has 4 bits. A quarter of head_dim components are a bit for each number of a key.
 
 An entry has room for CELLS codes for each digit that its numbers can hold. A span of more tokens than that
 gives neighbours one code together.
@@ -80,6 +80,17 @@ class Basis:
         names = ("mean", "decoder", "encoder")
         return cls(**{name: torch.stack([getattr(one, name) for one in layers]) for name in names})
 
+    def packed(self) -> Tensor:
+        """All of it as one tensor [..., 1 + 2 * components, head_dim] float16."""
+        return torch.cat((self.mean[..., None, :], self.decoder, self.encoder), dim=-2)
+
+    @classmethod
+    def unpacked(cls, packed: Tensor) -> Basis:
+        """The basis that `packed` gave."""
+        size = packed.shape[-2] // 2
+        mean, decoder, encoder = packed.split([1, size, size], dim=-2)
+        return cls(mean[..., 0, :].contiguous(), decoder.contiguous(), encoder.contiguous())
+
     def rows(self) -> Tensor:
         """Mean and decoder as entries: [..., basis_entries, 2 * head_dim] float32."""
         rows = torch.cat((self.mean[..., None, :], self.decoder), dim=-2).float()
@@ -93,7 +104,7 @@ class Basis:
 
 
 def basis_entries(head_dim: int) -> int:
-    """Entries of a lane that the mean and the decoder of its basis fill, two rows of head_dim numbers in each."""
+    """Entries of a lane that mean and decoder of its basis fill, two rows of head_dim numbers in each."""
     return 1 + head_dim // 8
 
 

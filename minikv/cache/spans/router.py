@@ -6,7 +6,7 @@ makes mass. The estimate of a query head's score is
 
     (sum over components of scale * query * code) + query * mean + bias
 
-with numbers for each query head: head_dim / 4 + 1 of them, where the published form has a matrix on mean keys.
+with numbers for each query head: head_dim / 4 + 1 of them. The published form has a matrix on mean keys.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Router:
         return self.scale.numel() + self.bias.numel()
 
     def of_rows(self, layer: int, kv_heads: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Scales [kv_heads, group * rows, components] and biases [kv_heads, group * rows, 1] for so many rows of
-        each query head, one head after the other."""
+        """Scales [kv_heads, group * rows, components] and biases [kv_heads, group * rows, 1] for so many rows
+        of each query head, one head after the other."""
         scale = self.scale[layer].view(kv_heads, -1, self.scale.shape[-1])
         bias = self.bias[layer].view(kv_heads, -1, 1)
         return scale.repeat_interleave(rows, dim=1), bias.repeat_interleave(rows, dim=1)

@@ -28,8 +28,8 @@ class Zooming:
 def worth_of(scores: Tensor, sizes: Tensor, others: Tensor) -> Tensor:
     """Mean attention mass [kv_heads, cells] of one token of each cell, over query rows.
 
-    scores: [kv_heads, rows, cells], of one token. sizes: [kv_heads, cells], tokens of each, 0 where there is no
-    cell. others: [kv_heads, rows], the log-sum-exp of everything else that the rows see.
+    scores: [kv_heads, rows, cells], of one token. sizes: [kv_heads, cells], tokens of each, 0 where there is
+    no cell. others: [kv_heads, rows], the log-sum-exp of everything else that the rows see.
     """
     scores = scores.masked_fill((sizes == 0)[:, None], -torch.inf)
     total = torch.logaddexp((scores + sizes.clamp(min=1).log()[:, None]).logsumexp(dim=-1), others)

@@ -46,7 +46,7 @@ def _is_whole(span: Span, num_tokens: int) -> bool:
 class Below:
     """The entries of the first `end` tokens of one sequence, of all lanes. `lost` once any cannot be had any
     more, for want of room or because a file was damaged: the sequence then goes on with what it has.
-    basis: what the codes in the sequence's lanes mean, if they hold any.
+    basis: what the codes in the sequence's lanes mean, if they hold any; in no tier's bytes.
 
     Belongs to the course of the sequence, which has to `forget` it.
     """
@@ -67,9 +67,8 @@ class Below:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all spans, and of the basis."""
-        spans = sum(handle.nbytes for part in self._parts for handle in part.handles)
-        return spans if self.basis is None else spans + self.basis.nbytes
+        """Bytes of all spans."""
+        return sum(handle.nbytes for part in self._parts for handle in part.handles)
 
     @property
     def parts(self) -> list[tuple[int, int]]:
