@@ -40,11 +40,11 @@ def _why_unusable(device: str, head_dim: int, page_size: int | None, kv_dtype: s
     if problem is not None:
         return f"lanes with log masses need Triton's kernels, and {problem}"
     if triton.interpreted() or device == "cpu":
-        return "it has no kernels for the CPU"
+        return "FlashInfer has no kernels for the CPU"
     if head_dim not in HEAD_DIMS:
-        return f"its head_dim is {_listed(HEAD_DIMS)}, not {head_dim}"
+        return f"FlashInfer's head_dim is {_listed(HEAD_DIMS)}, not {head_dim}"
     if kv_dtype not in ("auto", "float16", "bfloat16"):
-        return f"it reads a KV cache in float16 or bfloat16, not {kv_dtype}"
+        return f"FlashInfer reads a KV cache in float16 or bfloat16, not {kv_dtype}"
     return _why_not_here()
 
 
@@ -52,11 +52,13 @@ def _why_not_here() -> str | None:
     """Why the package, the device or the machine will not do, or None."""
     release = importlib.metadata.version("flashinfer-python")
     if release.split(".")[:2] != RELEASE.split("."):
-        return f"its calls are written for flashinfer {RELEASE}, and {release} is installed"
+        return f"the calls are written for flashinfer {RELEASE}, and {release} is installed"
     if torch.cuda.get_device_capability() < LEAST_CAPABILITY:
-        return "its kernels want a device of compute capability 8.0 or more"
+        return "FlashInfer's kernels want a device of compute capability 8.0 or more"
     if not (_has_compiler() or installed("flashinfer_jit_cache")):
-        return "it compiles its kernels, and there is no nvcc (install CUDA's, or flashinfer-jit-cache)"
+        return (
+            "FlashInfer compiles its kernels, and there is no nvcc (install CUDA's, or flashinfer-jit-cache)"
+        )
     return None
 
 
