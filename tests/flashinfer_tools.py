@@ -11,8 +11,10 @@ import os
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
+from triton_tools import ragged_batch
 
 if not torch.cuda.is_available():
     # It wants to know when it is imported what to compile for, although here nothing is compiled.
@@ -21,6 +23,26 @@ if not torch.cuda.is_available():
 HALVES = (torch.float16, torch.bfloat16)
 # Of other groups there are only kernels with tensor cores.
 PLAIN_GROUPS = (1, 2, 3, 4, 6, 8, 16)
+
+
+def batch_with(rows, lengths, masses=(), **options):
+    """A ragged batch in float16. masses: {sequence: how many entries of each lane have one, the first}."""
+    options = {"dtype": torch.float16, **options}
+    batch = ragged_batch(rows, lengths, masses=False, **options)
+    ends = torch.zeros_like(batch.past_lengths)
+    generator = torch.Generator().manual_seed(7)
+    for s, count in dict(masses).items():
+        ends[s] = batch.past_lengths[s].clamp(max=count)
+        for layer, head in np.ndindex(*ends.shape[1:]):
+            entry = torch.arange(int(ends[s, layer, head]))
+            page_size = batch.pool.page_size
+            slots = (
+                batch.lane_pages[s, layer, head, entry // page_size].long() * page_size + entry % page_size
+            )
+            mass = torch.rand(len(entry), generator=generator) * 6 - 2
+            batch.pool.log_mass.view(-1)[slots.to(batch.pool.device)] = mass.to(batch.pool.device)
+    batch.mass_ends, batch.has_mass = ends, ends.flatten(1).any(1).tolist()
+    return batch
 
 
 def check_requests(indptr, indices, last, num_pages, page_size):

@@ -6,11 +6,10 @@ import inspect
 import logging
 import math
 
-import numpy as np
 import pytest
 import torch
-from flashinfer_tools import Recording, documented, installed
-from triton_tools import INTERPRETED_ONLY, ragged_batch, random_rows, run
+from flashinfer_tools import Recording, batch_with, documented, installed
+from triton_tools import INTERPRETED_ONLY, random_rows, run
 
 from minikv.kernels.flashinfer import runs, shares
 from minikv.kernels.flashinfer.backend import FlashInferBackend
@@ -33,26 +32,6 @@ def small(monkeypatch):
     """Little memory, and tails short enough for the interpreter."""
     monkeypatch.setattr(runs, "WORKSPACE_BYTES", 1 << 10)
     monkeypatch.setattr(shares, "TAIL", 20)
-
-
-def batch_with(rows, lengths, masses=(), **options):
-    """A ragged batch in float16. masses: {sequence: how many entries of each lane have one, the first}."""
-    options = {"dtype": torch.float16, **options}
-    batch = ragged_batch(rows, lengths, masses=False, **options)
-    ends = torch.zeros_like(batch.past_lengths)
-    generator = torch.Generator().manual_seed(7)
-    for s, count in dict(masses).items():
-        ends[s] = batch.past_lengths[s].clamp(max=count)
-        for layer, head in np.ndindex(*ends.shape[1:]):
-            entry = torch.arange(int(ends[s, layer, head]))
-            page_size = batch.pool.page_size
-            slots = (
-                batch.lane_pages[s, layer, head, entry // page_size].long() * page_size + entry % page_size
-            )
-            masses_there = torch.rand(len(entry), generator=generator) * 6 - 2
-            batch.pool.log_mass.view(-1)[slots] = masses_there
-    batch.mass_ends, batch.has_mass = ends, ends.flatten(1).any(1).tolist()
-    return batch
 
 
 def check(backend, batch, group, queries=torch.float16, layers=(0, 1)):

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from flashinfer_tools import documented
-from test_triton_flashinfer import batch_with, check
+from flashinfer_tools import batch_with, documented
+from test_triton_flashinfer import check
 from triton_tools import INTERPRETED_ONLY
 
 import minikv.kernels.flashinfer as package
