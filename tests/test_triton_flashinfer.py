@@ -30,7 +30,7 @@ def library(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Little memory, and tails short enough for the interpreter."""
-    monkeypatch.setattr(runs, "WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr(runs, "WORKSPACE_BYTES", 1 << 24)
     monkeypatch.setattr(shares, "TAIL", 20)
 
 
@@ -177,6 +177,27 @@ class TestPlans:
         check(FlashInferBackend(library), batch, 3)
         assert [part.share.sequences.tolist() for part in batch.plan.parts] == [[1], [2]]
         assert [members.sequences.tolist() for members in batch.plan.members] == [[0]]
+
+
+def splits(library):
+    """Whether chunks were planned with lanes split, plan by plan."""
+    named = [call[3] for call in library.calls if call[:2] == ("BatchPrefillWithPagedKVCacheWrapper", "plan")]
+    return [not given["disable_split_kv"] for given in named]
+
+
+def test_lanes_are_split_for_few_rows_where_the_workspace_has_room(library, monkeypatch):
+    batch = batch_with([64, 65], [[20, 20]] * 2)
+    check(FlashInferBackend(library), batch, 2)
+    assert splits(library) == [True, False]
+    monkeypatch.setattr(runs, "WORKSPACE_BYTES", 1 << 23)
+    check(FlashInferBackend(library), batch, 2)
+    assert splits(library) == [True, False, False, False]
+
+
+def test_more_rows_want_more_of_the_workspace(monkeypatch):
+    monkeypatch.setattr(runs, "WORKSPACE_BYTES", 128 << 20)
+    assert runs.may_split(2048 * 8, 8 * 32, 4, 128) and not runs.may_split(8192 * 8, 8 * 128, 4, 128)
+    assert not runs.may_split(2048 * 8, 8 * 32, 8, 256)
 
 
 class TestFallingBack:

@@ -30,7 +30,7 @@ pytestmark = INTERPRETED_ONLY
 def test_chunks_compression_and_decoding_give_the_tokens_of_the_reference(
     policy, kv_dtype, page_size, head_dim, monkeypatch
 ):
-    monkeypatch.setattr(runs, "WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr(runs, "WORKSPACE_BYTES", 1 << 24)
     monkeypatch.setattr(shares, "TAIL", 3)
     merged, merge = [], backend_module.merge
     monkeypatch.setattr(backend_module, "merge", lambda *given: merged.append(1) or merge(*given))

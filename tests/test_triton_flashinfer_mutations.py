@@ -65,7 +65,7 @@ def copy_of_backend(tmp_path, monkeypatch):
                 text = text.replace(old, new)
             file.write_text(text.replace("minikv.kernels.flashinfer", name))
         importlib.import_module(f"{name}.shares").TAIL = 20
-        importlib.import_module(f"{name}.runs").WORKSPACE_BYTES = 1 << 10
+        importlib.import_module(f"{name}.runs").WORKSPACE_BYTES = 1 << 24
         return importlib.import_module(f"{name}.backend").FlashInferBackend(documented())
 
     yield make

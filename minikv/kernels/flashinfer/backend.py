@@ -14,7 +14,7 @@ from torch import Tensor
 from minikv.kernels.backend import CPU, merge
 from minikv.kernels.batch import Batch
 from minikv.kernels.flashinfer.probe import HEAD_DIMS
-from minikv.kernels.flashinfer.runs import Kind, Run, Runs
+from minikv.kernels.flashinfer.runs import Kind, Run, Runs, may_split
 from minikv.kernels.flashinfer.shares import Share, divide
 from minikv.kernels.triton.backend import Plan, TritonBackend
 
@@ -102,11 +102,10 @@ class FlashInferBackend(TritonBackend):
 
     def _part(self, batch: Batch, share: Share, q: Tensor, busy: list[Run]) -> _Part:
         pool, tables, runs = batch.pool, batch.lane_pages.numpy(), []
+        group, num_requests = q.shape[1] // share.kv_heads, len(share.sequences) * share.kv_heads
+        split = share.split and may_split(int(share.indptr[-1]), num_requests, group, pool.head_dim)
+        kind = Kind(share.decodes, split, num_requests, group, pool.head_dim, pool.page_size, pool.dtype)
         for index, requests in enumerate(share.requests):
-            kind = Kind(
-                share.decodes, share.split, len(requests.pages), q.shape[1] // share.kv_heads,
-                pool.head_dim, pool.page_size, pool.dtype,
-            )  # fmt: skip
             run = self._runs.take(kind, share, requests, busy)
             busy.append(run)
             run.prepare(share, requests, tables[:, share.by_layer.index(index)])

@@ -24,7 +24,7 @@ MOST_RUNS = 16
 
 @dataclass(frozen=True)
 class Kind:
-    """What a wrapper is made for and cannot be given otherwise.
+    """What a wrapper is made for and is always planned with.
 
     group: query heads of a request, which has one KV head. dtype: of queries, entries and outputs alike.
     """
@@ -147,6 +147,14 @@ class Runs:
             run = Run(self._library, self._workspace, kind, rows, pages)
         self._runs.append(run)
         return run
+
+
+def may_split(num_rows: int, num_requests: int, group: int, head_dim: int) -> bool:
+    """Whether the workspace has room for the parts of a chunk's lanes, if FlashInfer splits them: float32
+    outputs of its tiles, of 128 query rows at most, of which each request has one that is not full. It has
+    no less than fill a device."""
+    tiles = max(320, room_for(num_rows) * group // 128 + num_requests)
+    return tiles * 128 * (head_dim + 1) * 4 <= WORKSPACE_BYTES
 
 
 def room_for(count: int) -> int:
