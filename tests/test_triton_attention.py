@@ -131,7 +131,7 @@ def test_new_rows_one_by_one_or_as_a_chunk_are_alike():
 def test_of_limited_lanes_the_first_entries_are_attended():
     """Limits below, at and above what the lanes held before, for one row, few and many; one lane has none."""
     rows, lengths = [1, 6, 70, 1], [[300, 20], [40, 16], [90, 3], [600, 33]]
-    limits = [[288, 16], [48, 16], [96, 0], [256, 40]]
+    limits = [[288, 16], [48, 16], [96, 0], [272, 40]]
     batch = ragged_batch(rows, lengths)
     limit = torch.tensor([[one, one[::-1]] for one in limits])
     backend = TritonBackend(DEVICE)

@@ -156,6 +156,13 @@ class TestPlans:
             check(backend, batch, 2)
         assert library.count("plan") == 2
 
+    def test_each_of_several_plans_is_found_again(self, library):
+        """Whichever layer it is for then."""
+        backend = FlashInferBackend(library)
+        for lanes in ([20, 7], [7, 20], [21, 8]):
+            check(backend, batch_with([1], [lanes]), 2)
+        assert library.count("plan") == 2
+
     def test_a_wrapper_is_used_again_for_requests_it_has_room_for(self, library):
         backend = FlashInferBackend(library)
         for rows in (16, 9, 12):
@@ -229,11 +236,12 @@ class TestFallingBack:
     def test_a_plan_that_fails_is_not_tried_again(self, caplog):
         class Failing:
             def plan(self, *given, **named):
+                tried.append(1)
                 raise RuntimeError("Ninja build failed.\nand much more")
 
         tried = []
         library = documented()
-        library.BatchDecodeWithPagedKVCacheWrapper = lambda *_, **__: tried.append(1) or Failing()
+        library.BatchDecodeWithPagedKVCacheWrapper = lambda *_, **__: Failing()
         backend = FlashInferBackend(library)
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
