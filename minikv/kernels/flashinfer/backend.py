@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +27,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class _Part:
-    """A share of a batch, planned. rows: a range of [T * kv_heads] rows of queries, or a list of them."""
+    """A share of a batch, planned; of each layer. rows: a range of [T * kv_heads], or a list of them."""
 
     share: Share
-    runs: list[Run]  # of each layer
-    rows: slice | Tensor
-    unseeing: Tensor | None  # [layers, rows] bool on the device
+    runs: list[Run]
+    rows: list[slice | Tensor]
 
 
 @dataclass
@@ -102,19 +100,21 @@ class FlashInferBackend(TritonBackend):
 
     def _part(self, batch: Batch, share: Share, q: Tensor, busy: list[Run]) -> _Part:
         pool, tables, runs = batch.pool, batch.lane_pages.numpy(), []
-        group, num_requests = q.shape[1] // share.kv_heads, len(share.sequences) * share.kv_heads
-        split = share.split and may_split(int(share.indptr[-1]), num_requests, group, pool.head_dim)
+        group, num_requests = q.shape[1] // tables.shape[2], len(share.requests[0].pages)
+        most_rows = max(len(requests.rows) for requests in share.requests)
+        split = share.split and may_split(most_rows, num_requests, group, pool.head_dim)
         kind = Kind(share.decodes, split, num_requests, group, pool.head_dim, pool.page_size, pool.dtype)
         for index, requests in enumerate(share.requests):
-            run = self._runs.take(kind, share, requests, busy)
+            run = self._runs.take(kind, requests, busy)
             busy.append(run)
-            run.prepare(share, requests, tables[:, share.by_layer.index(index)])
+            run.prepare(requests, tables[:, share.by_layer.index(index)])
             runs.append(run)
-        unseeing = None if share.unseeing is None else torch.from_numpy(share.unseeing).to(self.device)
-        return _Part(share, [runs[index] for index in share.by_layer], self._rows(share), unseeing)
+        rows = [self._rows(requests.rows) for requests in share.requests]
+        return _Part(
+            share, [runs[index] for index in share.by_layer], [rows[index] for index in share.by_layer]
+        )
 
-    def _rows(self, share: Share) -> slice | Tensor:
-        rows = share.rows
+    def _rows(self, rows: np.ndarray) -> slice | Tensor:
         first = int(rows[0])
         if np.array_equal(rows, np.arange(first, first + len(rows))):
             return slice(first, first + len(rows))
@@ -140,17 +140,14 @@ def _attend_part(part: _Part, q: Tensor, out: Tensor, lse: Tensor, batch: Batch,
     """Fill in the rows of one part of out and lse, which have Triton's results of lanes that both read."""
     plan, pool = batch.plan, batch.pool
     shape = (len(q) * plan.kv_heads, q.shape[1] // plan.kv_heads, q.shape[2])
-    queries = q.to(pool.dtype).reshape(shape)[part.rows]
+    rows = part.rows[layer]
+    queries = q.to(pool.dtype).reshape(shape)[rows]
     got, got_lse = part.runs[layer].attend(queries, pool.keys, pool.values, plan.by_layer[layer])
     outs, lses = out.view(shape), lse.view(shape[:2])
-    if part.unseeing is not None:
-        # What the kernels make of a row without entries is not said.
-        blind = part.unseeing[layer].unsqueeze(-1)
-        got, got_lse = got.masked_fill(blind.unsqueeze(-1), 0), got_lse.masked_fill(blind, -math.inf)
     if part.share.joined:
-        got, got_lse = merge(outs[part.rows].float(), lses[part.rows], got.float(), got_lse)
-    outs[part.rows] = got.to(out.dtype)
-    lses[part.rows] = got_lse
+        got, got_lse = merge(outs[rows].float(), lses[rows], got.float(), got_lse)
+    outs[rows] = got.to(out.dtype)
+    lses[rows] = got_lse
 
 
 def _named(dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minikv.kernels.flashinfer.shares import Requests, Share
+from minikv.kernels.flashinfer.shares import Requests
 
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends for the parts of lanes that it splits. All wrappers use the same, one by one."""
@@ -70,24 +70,24 @@ class Run:
         self._copied: Any = None
         self._places = torch.empty(0, dtype=torch.int64)
 
-    def holds(self, share: Share, requests: Requests) -> bool:
-        """Whether the plan is for just these rows and pages."""
-        return self._key == _key(share, requests)
+    def holds(self, requests: Requests) -> bool:
+        """Whether the plan is for just these numbers of rows and pages."""
+        return self._key == _key(requests)
 
-    def prepare(self, share: Share, requests: Requests, tables: np.ndarray) -> None:
+    def prepare(self, requests: Requests, tables: np.ndarray) -> None:
         """Plan for requests unless that is done, and take in where they end. tables: those of the batch,
         [S, kv_heads, P], of a layer that they are of."""
         last = torch.from_numpy(requests.last.astype(np.int32))
-        if not self.holds(share, requests):
-            self._plan(share, requests, tables, last)
+        if not self.holds(requests):
+            self._plan(requests, tables, last)
         self._last.copy_(last)
 
-    def _plan(self, share: Share, requests: Requests, tables: np.ndarray, last: Tensor) -> None:
+    def _plan(self, requests: Requests, tables: np.ndarray, last: Tensor) -> None:
         self._key = b""
         if self._copied is not None:
             # The plan before was copied to the device from memory that is now written again.
             self._copied.synchronize()
-        kind, indptr = self.kind, torch.from_numpy(requests.indptr)
+        kind, indptr = self.kind, torch.from_numpy(requests.page_starts)
         indices = torch.from_numpy(tables.reshape(-1)[requests.places].astype(np.int32))
         types = {"q_data_type": kind.dtype, "kv_data_type": kind.dtype}
         scale = 1 / math.sqrt(kind.head_dim)
@@ -97,7 +97,7 @@ class Run:
             )
         else:
             self._wrapper.plan(
-                torch.from_numpy(share.indptr), indptr, indices, last, kind.group, 1, kind.head_dim,
+                torch.from_numpy(requests.row_starts), indptr, indices, last, kind.group, 1, kind.head_dim,
                 kind.page_size, causal=True, sm_scale=scale, disable_split_kv=not kind.split, **types,
             )  # fmt: skip
         device = self._indices.device
@@ -105,7 +105,7 @@ class Run:
             self._copied = torch.cuda.Event()
             self._copied.record()
         self._places = torch.from_numpy(requests.places).to(device)
-        self._key = _key(share, requests)
+        self._key = _key(requests)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs and natural log-sum-exps of the rows q [n, group, head_dim] of all requests, in order.
@@ -126,17 +126,17 @@ class Runs:
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._runs: list[Run] = []  # the one that was used last at the end
 
-    def take(self, kind: Kind, share: Share, requests: Requests, busy: list[Run]) -> Run:
+    def take(self, kind: Kind, requests: Requests, busy: list[Run]) -> Run:
         """A run for requests, none of `busy`: if there is one, that is planned for them or has room for them.
 
         A wrapper serves one set of requests in a step: planned again, it would forget the one before."""
-        rows, pages = int(share.indptr[-1]), len(requests.places)
+        rows, pages = len(requests.rows), len(requests.places)
         fitting = [
             run
             for run in self._runs
             if run.kind == kind and run.num_rows >= rows and run.num_pages >= pages and run not in busy
         ]
-        planned = [run for run in fitting if run.holds(share, requests)]
+        planned = [run for run in fitting if run.holds(requests)]
         if planned or fitting:
             run = (planned or fitting)[0]
             self._runs.remove(run)
@@ -162,5 +162,5 @@ def room_for(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def _key(share: Share, requests: Requests) -> bytes:
-    return share.counts.tobytes() + b"|" + requests.pages.tobytes() + requests.places.tobytes()
+def _key(requests: Requests) -> bytes:
+    return b"".join(part.tobytes() for part in (requests.counts, requests.pages, requests.places))

@@ -28,49 +28,33 @@ class Requests:
     """Lanes of one layer, or of several with the same lengths, as R requests: sequence by sequence, each
     with its KV heads in order."""
 
+    counts: np.ndarray  # [R] int64, rows of each, no more than it has entries
+    rows: np.ndarray  # [counts.sum()] int64, where they are in a batch's queries [T * kv_heads, group, D]
     pages: np.ndarray  # [R] int64, how many are read of each, one at least
     last: np.ndarray  # [R] int64, entries on the last of them
     places: np.ndarray  # [pages.sum()] int64, where their ids are in the tables [S, kv_heads, P] of a layer
 
     @property
-    def indptr(self) -> np.ndarray:
+    def row_starts(self) -> np.ndarray:
+        """[R + 1] int32, where the rows of each begin."""
+        return offsets(self.counts)
+
+    @property
+    def page_starts(self) -> np.ndarray:
         """[R + 1] int32, where the pages of each begin."""
         return offsets(self.pages)
 
 
 @dataclass
 class Share:
-    """Sequences whose rows FlashInfer attends alike. The arrays have one number for each of n."""
+    """Sequences whose rows FlashInfer attends alike."""
 
-    sequences: np.ndarray
-    starts: np.ndarray  # the first row of each
-    counts: np.ndarray  # and how many it has
+    sequences: np.ndarray  # [n]
+    decodes: bool  # whether each has one new row
     joined: bool  # whether Triton reads the beginnings of the lanes, so that there are two results to merge
     split: bool  # whether lanes may be split among programs
-    kv_heads: int
     requests: list[Requests] = field(default_factory=list)
     by_layer: list[int] = field(default_factory=list)  # which of these each layer has
-    unseeing: np.ndarray | None = (
-        None  # [layers, rows] bool, rows that see no entry of theirs, if there are any
-    )
-
-    @property
-    def decodes(self) -> bool:
-        """Whether each sequence has one new row."""
-        return bool((self.counts == 1).all())
-
-    @property
-    def indptr(self) -> np.ndarray:
-        """[R + 1] int32, where the rows of each request begin."""
-        return offsets(np.repeat(self.counts, self.kv_heads))
-
-    @property
-    def rows(self) -> np.ndarray:
-        """[n] int64, where the rows of the requests are in a batch's queries [T * kv_heads, group, D]."""
-        starts = np.repeat(self.starts, self.kv_heads)
-        counts = np.repeat(self.counts, self.kv_heads)
-        heads = np.tile(np.arange(self.kv_heads), len(self.sequences))
-        return (np.repeat(starts, counts) + ordinals(counts)) * self.kv_heads + np.repeat(heads, counts)
 
 
 @dataclass(frozen=True)
@@ -131,33 +115,34 @@ def _shaped(first: np.ndarray, length: np.ndarray) -> np.ndarray:
 def _share(
     batch: Batch, chosen: np.ndarray, first: np.ndarray, length: np.ndarray, joined: bool, split: bool
 ) -> Share:
-    starts, kv_heads = np.array(batch.row_starts), first.shape[2]
-    counts = np.diff(starts)[chosen]
-    share = Share(chosen, starts[chosen], counts, joined, split, kv_heads)
-    first, length = (
-        numbers[chosen].transpose(1, 0, 2).reshape(first.shape[1], -1) for numbers in (first, length)
-    )
+    counts = np.diff(batch.row_starts)[chosen]
+    share = Share(chosen, bool((counts == 1).all()), joined, split)
     known: dict[bytes, int] = {}
-    for layer in range(len(first)):
-        key = first[layer].tobytes() + length[layer].tobytes()
+    for layer in range(first.shape[1]):
+        lanes = first[chosen, layer].reshape(-1), length[chosen, layer].reshape(-1)
+        key = lanes[0].tobytes() + lanes[1].tobytes()
         if key not in known:
             known[key] = len(share.requests)
-            share.requests.append(_requests(batch, chosen, first[layer], length[layer]))
+            share.requests.append(_requests(batch, chosen, *lanes))
         share.by_layer.append(known[key])
-    if joined:
-        share.unseeing = _unseeing(length, np.repeat(counts, kv_heads))
     return share
 
 
 def _requests(batch: Batch, chosen: np.ndarray, first: np.ndarray, length: np.ndarray) -> Requests:
     page_size, kv_heads, width = batch.pool.page_size, *batch.lane_pages.shape[2:]
+    starts, heads = np.array(batch.row_starts), np.tile(np.arange(kv_heads), len(chosen))
+    counts = np.repeat(np.diff(starts)[chosen], kv_heads)
+    # Masses may end on the page of the first new row. Rows on it see nothing of the pages after, and
+    # FlashInfer masks wrongly where a request has more rows than entries.
+    blind = np.maximum(counts - length, 0)
+    counts = counts - blind
+    row = np.repeat(np.repeat(starts[chosen], kv_heads) + blind, counts) + ordinals(counts)
     pages = -(-length // page_size)
-    lanes = (chosen[:, None] * kv_heads + np.arange(kv_heads)).reshape(-1)
-    begin = lanes * width + first // page_size
-    return Requests(pages, length - (pages - 1) * page_size, np.repeat(begin, pages) + ordinals(pages))
-
-
-def _unseeing(length: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
-    """Rows before the first page that their request reads: masses may end on the first new row's page."""
-    before = np.repeat(counts - length, counts, axis=1) > ordinals(counts)
-    return before if before.any() else None
+    begin = (np.repeat(chosen, kv_heads) * kv_heads + heads) * width + first // page_size
+    return Requests(
+        counts,
+        row * kv_heads + np.repeat(heads, counts),
+        pages,
+        length - (pages - 1) * page_size,
+        np.repeat(begin, pages) + ordinals(pages),
+    )
