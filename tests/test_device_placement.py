@@ -137,7 +137,7 @@ def handled(device, dtype):
     pool.write_rows(slots, *(rows.to(device)))
     pool.write_entries(slots, torch.arange(70), torch.rand(slots.shape, generator=generator))
     store.append(seq, 70)
-    store.has_mass[seq] = True
+    store.has_mass[seq], store.mass_ends[seq] = True, store.lengths[seq]
     twin = store.fork(seq)
     store.truncate(twin, 60)
     for fresh in (False, True):
