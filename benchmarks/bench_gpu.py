@@ -1,6 +1,6 @@
 """Attention and the engine on a CUDA device: one table, in some minutes.
 
-    python benchmarks/bench_gpu.py [--quick]
+    python benchmarks/bench_gpu.py [--quick] [--backends triton flashinfer]
 
 Decode attention is set against the device's own copy bandwidth, prefill attention against torch's fused
 attention, whole generations against transformers on a model of the same shape with random weights. Then
@@ -27,6 +27,7 @@ from torch import Tensor
 from minikv.cache.pool import PagePool, page_bytes
 from minikv.config import EngineConfig, TierConfig
 from minikv.engine import Engine
+from minikv.kernels.backend import ON_DEVICES
 from minikv.kernels.batch import Batch
 from minikv.kernels.triton.probe import interpreted
 from minikv.models.config import ModelConfig, RopeConfig, expected_shapes
@@ -321,18 +322,33 @@ def bench_engine(sizes: Sizes, time_of: Timer, backend: Any) -> None:
         print(f"{sequences:21} {length:7} {reply:6} {ours:9.0f}  {beside}")
 
 
+def backend_of(name: str, device: torch.device) -> Any:
+    """A backend by name, or why it cannot serve here."""
+    if name == "triton":
+        from minikv.kernels.triton.backend import TritonBackend
+
+        return TritonBackend(device)
+    from minikv.kernels.flashinfer.probe import load
+
+    library = load(device.type, HEAD_DIM, None, "auto")
+    if isinstance(library, str):
+        return library
+    from minikv.kernels.flashinfer.backend import FlashInferBackend
+
+    return FlashInferBackend(library, device)
+
+
 @torch.inference_mode()
 def main() -> int:
     """Print the table; the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--tiny", action="store_true", help="sizes for the interpreter")
+    parser.add_argument("--backends", nargs="+", choices=ON_DEVICES, default=ON_DEVICES)
     given = parser.parse_args()
     if not interpreted() and not torch.cuda.is_available():
         print("There is no CUDA device.", file=sys.stderr)
         return 1
-    from minikv.kernels.triton.backend import TritonBackend
-
     torch.manual_seed(0)
     device = torch.device("cpu" if interpreted() else "cuda")
     sizes = TINY if given.tiny else QUICK if given.quick else WHOLE
@@ -340,9 +356,14 @@ def main() -> int:
     print(
         f"{name}; torch {torch.__version__}; head_dim {HEAD_DIM}, {KV_HEADS} KV heads of {GROUP} query heads"
     )
-    backend, time_of = TritonBackend(device), Timer(device, sizes.rounds)
-    for bench in (bench_decode, bench_chunks, bench_context, bench_engine):
-        bench(sizes, time_of, backend)
+    for backend in given.backends:
+        made = backend_of(backend, device)
+        if isinstance(made, str):
+            print(f"\nbackend {backend} is left out: {made}")
+            continue
+        print(f"\nbackend {backend}")
+        for bench in (bench_decode, bench_chunks, bench_context, bench_engine):
+            bench(sizes, Timer(device, sizes.rounds), made)
     return 0
 
 

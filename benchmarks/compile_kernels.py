@@ -23,6 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 # Triton looks at these when it is imported.
@@ -176,7 +177,13 @@ def compile_case(case: Case, backend: Any) -> None:
     dtype = torch.float16 if case.dtype == torch.float16 else torch.bfloat16
     backend.plan(batch)
     qkv = torch.zeros(batch.num_rows, 2 * case.group + 4, case.head_dim, dtype=dtype)
-    backend.attend(*backend.rotate_and_write(qkv, batch, 0), batch, 0)
+    new = backend.rotate_and_write(qkv, batch, 0)
+    backend.attend(*new, batch, 0)
+    if case.masses:
+        # What is left to Triton of lanes that FlashInfer reads the end of.
+        none, every = np.arange(0), np.arange(batch.num_sequences)
+        batch.plan = backend.plan_of(batch, none, every, batch.past_lengths)
+        backend.attend(*new, batch, 0)
     slots, rows = torch.arange(40), torch.zeros(40, case.head_dim)
     backend.entries.move(batch.pool, slots, slots)
     backend.entries.replace(batch.pool, slots, rows, rows, slots)

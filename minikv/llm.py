@@ -60,8 +60,8 @@ class LLM:
     model: a built-in name, a local directory, a local .gguf file, or a Hub id.
     cache: how KV entries are stored and which are kept; each request may keep its own way.
     tiers: the byte ceilings of the tiers.
-    device: `auto`, `cpu` or `cuda`; `auto` is the CPU unless backend is `triton` and a GPU is there.
-    backend: `auto`, `cpu` (compiled), `torch`, `reference` or `triton`.
+    device: `auto`, `cpu` or `cuda`; `auto` is the CPU unless the backend is one for GPUs and there is one.
+    backend: `auto`, `cpu` (compiled), `torch`, `reference`, `triton` or `flashinfer`.
     weights: `auto` keeps what the file has; `q4`, `q8`, `bf16`, `f32` convert (`torch`: `q8`, `f32`).
     max_context: tokens of one sequence that may be held; None is the model's own limit.
     max_seqs: sequences that hold KV at once. prefill_chunk, max_batch_tokens: rows per step.

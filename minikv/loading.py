@@ -76,7 +76,12 @@ def load_model(
         resolve_model(os.fspath(model), revision=revision, offline=offline, progress=progress)
     )
     kernels, reason = choose_backend(
-        backend, device, threads or default_threads(), opened.config.head_dim, cache.page_size
+        backend,
+        device,
+        threads or default_threads(),
+        opened.config.head_dim,
+        cache.page_size,
+        cache.kv_dtype,
     )
     check_weights_kind(weights, kernels)
     try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from flashinfer_tools import Recording, documented
 from keeping import keep
-from pretended_device import DEVICE, Distant, pretended_device
+from pretended_device import DEVICE, Distant, near, pretended_device
 from tiny import TINY, RandomWeights, drain, greedy, prompt
 from triton_tools import HEAD_DIMS, INTERPRETED_ONLY  # before the kernels: it skips if there is no triton
 
@@ -14,6 +15,8 @@ from minikv.cache.pool import PagePool
 from minikv.config import EngineConfig
 from minikv.engine import Engine
 from minikv.kernels.backend import CPU
+from minikv.kernels.flashinfer import shares
+from minikv.kernels.flashinfer.backend import FlashInferBackend
 from minikv.kernels.triton import backend as backend_module
 from minikv.kernels.triton import entries as entries_module
 from minikv.kernels.triton.backend import TritonBackend
@@ -41,10 +44,35 @@ def test_the_pretended_device_keeps_its_tensors_apart(monkeypatch):
             entries_module.copy_entries[(1,)](here)
 
 
-def talk(device, cache, kv_dtype, **changes):
+class OnDevice:
+    """FlashInfer's wrappers for the pretended device: page tables to plan for are of the host, all else is of
+    the device."""
+
+    def __init__(self, library):
+        self.library = library
+
+    def __getattr__(self, name):
+        make = getattr(self.library, name)
+
+        def construct(*given, **named):
+            return _OnDevice(make(*map(near, given), **{key: near(value) for key, value in named.items()}))
+
+        return construct
+
+
+class _OnDevice:
+    def __init__(self, wrapper):
+        self.wrapper, self.plan = wrapper, wrapper.plan
+
+    def run(self, q, paged_kv_cache, **options):
+        found = self.wrapper.run(near(q), tuple(map(near, paged_kv_cache)), **options)
+        return tuple(map(Distant, found))
+
+
+def talk(device, cache, kv_dtype, make=TritonBackend, **changes):
     """Two turns of a conversation, the second after the pages moved; what was said."""
     config = TINY.__class__(**{**TINY.__dict__, "head_dim": HEAD_DIMS[0], **changes})
-    decoder = Decoder(config, RandomWeights(config), TritonBackend(device), "bf16")
+    decoder = Decoder(config, RandomWeights(config), make(device), "bf16")
     engine = Engine(
         decoder,
         EngineConfig(debug_checks=True, prefill_chunk=32),
@@ -81,6 +109,21 @@ def test_nothing_of_a_pass_or_a_compression_is_left_behind(policy, kv_dtype, cha
     assert all(isinstance(t, Distant) for t in (pool.keys, pool.values, pool.log_mass, pool.positions))
 
 
+@pytest.mark.parametrize("policy", [None, "gracekv"])
+def test_nothing_that_flashinfer_reads_is_left_behind(policy, monkeypatch):
+    monkeypatch.setattr(shares, "TAIL", 3)
+    library = Recording(documented())
+    cache = None if policy is None else keep(policy, 0.4, refit=True)
+    expected, _ = talk(CPU, cache, torch.bfloat16, lambda device: FlashInferBackend(library, device))
+    calls = len(library.calls)
+    assert library.count("run")
+    with pretended_device(monkeypatch, KERNELS):
+        backend = FlashInferBackend(OnDevice(library), DEVICE)
+        said, _ = talk(DEVICE, cache, torch.bfloat16, lambda device: backend)
+    assert said == expected and not backend._broken
+    assert len(library.calls) == 2 * calls
+
+
 def handled(device, dtype):
     """What lanes hold after a fork, a cut, compaction in place and to fresh pages, and a way out and back."""
     pool = PagePool(60, 16, 64, dtype, poison=True, device=device)
@@ -94,7 +137,7 @@ def handled(device, dtype):
     pool.write_rows(slots, *(rows.to(device)))
     pool.write_entries(slots, torch.arange(70), torch.rand(slots.shape, generator=generator))
     store.append(seq, 70)
-    store.has_mass[seq] = True
+    store.has_mass[seq], store.mass_ends[seq] = True, store.lengths[seq]
     twin = store.fork(seq)
     store.truncate(twin, 60)
     for fresh in (False, True):

@@ -43,6 +43,8 @@ class Mirror:
         self.pool.write_rows(slots, rows, -rows)
         self.pool.write_entries(slots, torch.arange(start, start + count), numbers.float())
         self.store.append(seq, count)
+        # Nothing else appends entries with masses, so this is not known of itself.
+        self.store.has_mass[seq], self.store.mass_ends[seq] = True, self.store.lengths[seq]
         for lane in np.ndindex(LAYERS, HEADS):
             self.rows[seq][lane] = self.rows[seq][lane] + [
                 (int(n), start + i) for i, n in enumerate(numbers.tolist())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from triton_tools import DEVICE, GROUPS, HEAD_DIMS, check, check_small, ragged_batch, random_rows, run
@@ -124,6 +126,34 @@ def test_new_rows_one_by_one_or_as_a_chunk_are_alike():
         _, out, lse = run(TritonBackend(DEVICE), step, qkv[row : row + 1])
         torch.testing.assert_close(out[0], whole[row], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse[0], whole_lse[row], atol=1e-5, rtol=1e-5)
+
+
+def test_of_limited_lanes_the_first_entries_are_attended():
+    """Limits below, at and above what the lanes held before, for one row, few and many; one lane has none."""
+    rows, lengths = [1, 6, 70, 1], [[300, 20], [40, 16], [90, 3], [600, 33]]
+    limits = [[288, 16], [48, 16], [96, 0], [272, 40]]
+    batch = ragged_batch(rows, lengths)
+    limit = torch.tensor([[one, one[::-1]] for one in limits])
+    backend = TritonBackend(DEVICE)
+    qkv = random_rows(batch, 3)
+    q, _, _ = run(backend, batch, qkv, 1)
+    batch.plan = backend.plan_of(batch, np.arange(2), np.arange(4)[2:], limit)
+    out, lse = (t.cpu() for t in backend.attend(q.to(DEVICE), q, q, batch, 1))
+    for s, (start, stop) in enumerate(pairwise(batch.row_starts)):
+        for head in range(2):
+            heads = slice(head * 3, head * 3 + 3)
+            length = lengths[s][1 - head]
+            bound = int(limit[s, 1, head]) if s >= 2 else length + rows[s]
+            entries = torch.arange(min(bound, length + rows[s]))
+            slots = batch.lane_pages[s, 1, head, entries // 16].long() * 16 + entries % 16
+            keys, values = batch.pool.read_rows(slots)
+            mass, _ = batch.pool.masses_and_positions(slots)
+            scores = torch.einsum("tgd,nd->tgn", q[start:stop, heads], keys) / 8 + mass
+            seen = entries <= length + torch.arange(rows[s])[:, None]
+            scores = scores.masked_fill(~seen[:, None], -math.inf)
+            expected = torch.softmax(scores, -1).nan_to_num() @ values
+            torch.testing.assert_close(out[start:stop, heads], expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(lse[start:stop, heads], scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
 
 
 def test_the_small_check_passes():

@@ -25,9 +25,10 @@ PROMPTS = [prompt(70, seed=1), prompt(45, seed=2)]
 FOLLOW_UP = prompt(9, seed=3)
 
 
-def two_turns(backend, cache, kv_dtype, page_size):
+def two_turns(backend, cache, kv_dtype, page_size, head_dim=32, queries=torch.float32):
     """Tokens of two conversations in one batch, prompts in chunks, with a second turn each."""
-    decoder = tiny_decoder(backend, head_dim=32, num_query_heads=6, num_kv_heads=2)
+    decoder = tiny_decoder(backend, head_dim=head_dim, num_query_heads=6, num_kv_heads=2)
+    decoder._attention_dtype = queries
     engine = tiny_engine(decoder, page_size=page_size, kv_dtype=kv_dtype, prefill_chunk=32)
     known, lanes, tokens = list(PROMPTS), [Lanes(), Lanes()], []
     for _ in range(2):

@@ -33,9 +33,11 @@ def test_text_is_generated(model):
     assert done.stdout
 
 
-def test_asking_for_triton_says_how_to_get_it(model):
+@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
+def test_asking_for_a_backend_says_how_to_get_it(model, backend):
     code = "sys.argv[1:1] = ['generate']\nfrom minikv.cli.entry import main\nmain()"
-    done = run_blocked(code, model, "--prompt", "the", "--backend", "triton")
+    done = run_blocked(code, model, "--prompt", "the", "--backend", backend)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert "backend triton cannot be used: triton is not installed (pip install 'minikv[triton]')." in line
+    words = f"backend {backend} cannot be used: {backend} is not installed (pip install 'minikv[{backend}]')."
+    assert words in line

@@ -28,6 +28,7 @@ class LaneStore:
     pages: [max_seqs, layers, kv_heads, max_pages] int32, 0 where nothing is held.
     num_pages, lengths: [max_seqs, layers, kv_heads] int32, pages held and entries stored.
     has_mass: [max_seqs] bool, whether an entry of the sequence has a log mass other than zero.
+    mass_ends: [max_seqs, layers, kv_heads] int32, from which entry on none of a lane has one.
     num_tokens: [max_seqs] int64, logical length of each sequence, whatever is stored of it.
 
     Who owns a page: the pool's free list, or exactly one place of `pages`.
@@ -52,6 +53,7 @@ class LaneStore:
         self.num_pages = np.zeros((max_seqs, *self.lane_shape), dtype=np.int32)
         self.lengths = np.zeros((max_seqs, *self.lane_shape), dtype=np.int32)
         self.has_mass = np.zeros(max_seqs, dtype=bool)
+        self.mass_ends = np.zeros((max_seqs, *self.lane_shape), dtype=np.int32)
         self.num_tokens = np.zeros(max_seqs, dtype=np.int64)
         self._merged: list[Merged | None] = [None] * max_seqs
         self._open = np.zeros(max_seqs, dtype=bool)
@@ -82,6 +84,7 @@ class LaneStore:
         self._shrink(seq, np.zeros(self.lane_shape, dtype=np.int32))
         self.lengths[seq] = 0
         self.has_mass[seq] = False
+        self.mass_ends[seq] = 0
         self.num_tokens[seq] = 0
         self._merged[seq] = None
         self._open[seq] = False
@@ -100,6 +103,7 @@ class LaneStore:
         self.pool.copy_pages(self.pages[source][held], self.pages[seq][held])
         self.lengths[seq] = self.lengths[source]
         self.has_mass[seq] = self.has_mass[source]
+        self.mass_ends[seq] = self.mass_ends[source]
         self.num_tokens[seq] = self.num_tokens[source]
         self._merged[seq] = self._merged[source]
         return seq
@@ -336,13 +340,14 @@ class LaneStore:
             lengths = held.sum(dim=1).numpy().astype(np.int32)
             assert (lengths <= self.lengths[seq, layer]).all(), "a lane got more entries than it had"
             self._write_layer(seq, layer, rows, source, held)
+            self._note_masses(seq, layer, rows.log_mass[held], held)
             self.lengths[seq, layer] = lengths
             merged = merged.with_layer(layer, rows.counts.numpy(), held.numpy())
             self._merged[seq] = merged
             pages = self.num_pages[seq].copy()
             pages[layer] = -(-lengths // self.pool.page_size)
             self._shrink(seq, pages)
-        self._look_for_mass(seq)
+        self.has_mass[seq] = self.mass_ends[seq].any()
 
     def _write_layer(self, seq: int, layer: int, rows: Rows, source: Tensor, held: Tensor) -> None:
         target = self._layer_slots(seq, layer, torch.arange(held.shape[1]).expand(held.shape))[held]
@@ -416,7 +421,7 @@ class LaneStore:
         held = place < lengths[:, None]
         self.pool.put(self._layer_slots(seq, layer, place)[held], rows)
         self.lengths[seq, layer] = lengths.numpy()
-        self.has_mass[seq] |= bool((rows.log_mass != 0).any())
+        self._note_masses(seq, layer, rows.log_mass, held)
         flat = torch.cat((old.counts, entries.counts))[order]
         if (merged := self._merged[seq]) is not None or bool((flat > 1).any()):
             counts = torch.zeros(held.shape, dtype=torch.int32)
@@ -425,10 +430,22 @@ class LaneStore:
             self._merged[seq] = merged.with_layer(layer, counts.numpy(), held.numpy())
 
     def _look_for_mass(self, seq: int) -> None:
-        """Find out whether a sequence that had log masses still has any."""
-        if self.has_mass[seq]:
-            slots, valid = self.slots(seq)
-            self.has_mass[seq] = bool((self.pool.masses_and_positions(slots[valid])[0] != 0).any())
+        """Find out which entries of a sequence that had log masses still have any."""
+        if not self.has_mass[seq]:
+            return
+        slots, valid = self.slots(seq)
+        self.has_mass[seq] = False
+        for layer, held in enumerate(valid):
+            log_mass, _ = self.pool.masses_and_positions(slots[layer][held])
+            self._note_masses(seq, layer, log_mass, held)
+
+    def _note_masses(self, seq: int, layer: int, log_mass: Tensor, held: Tensor) -> None:
+        """Take in the log masses of all entries of a layer's lanes; held: [kv_heads, n], which exist."""
+        heavy = torch.zeros(held.shape, dtype=torch.int32)
+        heavy[held] = (log_mass != 0).int()
+        # Entries up to the last that has a mass are those with one at their place or after it.
+        self.mass_ends[seq, layer] = (heavy.flip(1).cumsum(1) > 0).sum(dim=1).numpy()
+        self.has_mass[seq] |= bool(heavy.any())
 
     # Counting
 
@@ -458,8 +475,18 @@ class LaneStore:
             stored = np.arange(counts.shape[-1]) < self.lengths[seq][..., None]
             assert (counts[stored] >= 1).all(), "an entry stands for no token"
             assert (counts.sum(axis=-1) <= self.num_tokens[seq]).all(), "a lane stands for too many tokens"
+        self._check_masses()
         assert (self.pages[held] > 0).all() and not self.pages[~held].any(), "a lane table has a hole"
         closed = [area for area, is_open in zip(self.areas, self._open, strict=True) if not is_open]
         assert not any(closed), "a closed sequence has an area"
         areas = [area.pages.reshape(-1) for area in self.areas if area is not None]
         self.pool.check(np.concatenate([self.pages[held], *areas]).astype(np.int64))
+
+    def _check_masses(self) -> None:
+        assert (self.mass_ends <= self.lengths).all(), "masses end past a lane's end"
+        for seq in np.flatnonzero(self._open).tolist():
+            assert self.has_mass[seq] or not self.mass_ends[seq].any(), "masses of a sequence that has none"
+            slots, valid = self.slots(seq)
+            light = torch.arange(slots.shape[-1]) >= torch.from_numpy(self.mass_ends[seq])[..., None]
+            log_mass, _ = self.pool.masses_and_positions(slots[valid & light])
+            assert not log_mass.any(), "an entry has a mass where none should"

@@ -14,7 +14,8 @@ from minikv.kernels.slots import SlotKernels
 if TYPE_CHECKING:
     from minikv.cache.pool import PagePool
 
-BACKENDS = ("cpu", "torch", "reference", "triton")
+BACKENDS = ("cpu", "torch", "reference", "triton", "flashinfer")
+ON_DEVICES = ("triton", "flashinfer")
 
 
 CPU = torch.device("cpu")
@@ -92,17 +93,24 @@ def check_backend_name(name: str, device: str) -> None:
         raise ConfigError(
             f"backend must be auto, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, not {name!r}."
         )
-    if device == "cuda" and name not in ("auto", "triton"):
-        raise ConfigError(f"backend {name} runs on the CPU; use backend triton with device cuda.")
+    if device == "cuda" and name not in ("auto", *ON_DEVICES):
+        raise ConfigError(
+            f"backend {name} runs on the CPU; use backend {' or '.join(ON_DEVICES)} with device cuda."
+        )
 
 
 def choose_backend(
-    name: str, device: str, threads: int, head_dim: int, page_size: int | None = None
+    name: str,
+    device: str,
+    threads: int,
+    head_dim: int,
+    page_size: int | None = None,
+    kv_dtype: str = "auto",
 ) -> tuple[AttentionBackend, str]:
     """The backend for `name` (`auto` or one of `BACKENDS`) and a clause saying why.
 
     `auto` takes the compiled kernels where they were built and fit the model, else plain torch; on
-    device cuda, which is used only where it is asked for, Triton's.
+    device cuda, which is used only where it is asked for, FlashInfer's where they can serve, else Triton's.
     Raises ConfigError when the one asked for cannot be used.
     """
     from minikv.kernels.reference import ReferenceBackend
@@ -113,8 +121,10 @@ def choose_backend(
         return TorchBackend(), "plain torch kernels, as asked"
     if name == "reference":
         return ReferenceBackend(), "the slow float64 oracle, as asked"
-    if name == "triton" or device == "cuda":
-        return _triton_backend(device, head_dim, page_size)
+    if name == "triton":
+        return _triton_backend(device, head_dim, page_size, "as asked")
+    if name == "flashinfer" or device == "cuda":
+        return _flashinfer_backend(name, device, head_dim, page_size, kv_dtype)
     from minikv.kernels.cpu.backend import CpuBackend, why_unusable
 
     problem = why_unusable(head_dim, page_size)
@@ -126,7 +136,30 @@ def choose_backend(
     return TorchBackend(), f"plain torch kernels, because {problem}"
 
 
-def _triton_backend(device: str, head_dim: int, page_size: int | None) -> tuple[AttentionBackend, str]:
+def _flashinfer_backend(
+    name: str, device: str, head_dim: int, page_size: int | None, kv_dtype: str
+) -> tuple[AttentionBackend, str]:
+    from minikv.kernels.flashinfer.probe import load
+
+    library = load(device, head_dim, page_size, kv_dtype)
+    if isinstance(library, str):
+        if name == "flashinfer":
+            raise ConfigError(f"backend flashinfer cannot be used: {library}.")
+        return _triton_backend(device, head_dim, page_size, f"because {library}")
+    from minikv.kernels.flashinfer.backend import FlashInferBackend
+
+    place = torch.device("cuda", torch.cuda.current_device())
+    why = "as asked" if name == "flashinfer" else "because they are installed and fit the model"
+    version = getattr(library, "__version__", "")
+    return (
+        FlashInferBackend(library, place),
+        f"FlashInfer {version} on {torch.cuda.get_device_name(place)}, with Triton kernels, {why}",
+    )
+
+
+def _triton_backend(
+    device: str, head_dim: int, page_size: int | None, why: str
+) -> tuple[AttentionBackend, str]:
     from minikv.kernels.triton.probe import interpreted, why_unusable
 
     problem = why_unusable(device, head_dim, page_size)
@@ -135,6 +168,6 @@ def _triton_backend(device: str, head_dim: int, page_size: int | None) -> tuple[
     from minikv.kernels.triton.backend import TritonBackend
 
     if interpreted():
-        return TritonBackend(), "Triton kernels interpreted on the CPU, as asked"
+        return TritonBackend(), f"Triton kernels interpreted on the CPU, {why}"
     place = torch.device("cuda", torch.cuda.current_device())
-    return TritonBackend(place), f"Triton kernels on {torch.cuda.get_device_name(place)}, as asked"
+    return TritonBackend(place), f"Triton kernels on {torch.cuda.get_device_name(place)}, {why}"

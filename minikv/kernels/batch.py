@@ -27,6 +27,8 @@ class Batch:
         hold page 0, always zero.
     past_lengths: [S, layers, kv_heads] int64, entries in each lane before this pass.
     has_mass: whether a sequence holds entries whose log mass is not zero.
+    mass_ends: [S, layers, kv_heads] int64, from which entry on none of a lane has a log mass; None if that is
+        not known, or where no sequence has any.
     cos, sin: [T, head_dim] float32, filled in by the decoder once per pass; with `angles_by_position`
         they are tables by position instead (compiled kernels only).
     plan: the backend's own preparation, filled in by `AttentionBackend.plan`.
@@ -62,6 +64,7 @@ class Batch:
     captured_norms: Tensor | None = None
     route: Callable[[int, Tensor], None] | None = None
     likeliest: Tensor | None = None
+    mass_ends: Tensor | None = None
 
     def make_room_for_captures(self, num_layers: int, query_heads: int, head_dim: int) -> None:
         """Allocate what a decoder fills in of the rows to capture, if there are any."""

@@ -71,6 +71,7 @@ def batch_of(store: LaneStore, parts: Sequence[Rows]) -> Batch:
     pages = store.pages[seqs, :, :, : -(-longest // store.pool.page_size)]
     if any(store.areas[part.seq] is not None for part in parts):
         pages, lengths = _with_areas(store, parts, pages, lengths)
+    has_mass = [bool(store.has_mass[part.seq]) or store.areas[part.seq] is not None for part in parts]
     return Batch(
         pool=store.pool,
         token_ids=_tensor(ids),
@@ -80,7 +81,8 @@ def batch_of(store: LaneStore, parts: Sequence[Rows]) -> Batch:
         logit_rows=_logit_rows(parts, row_starts),
         lane_pages=torch.from_numpy(pages),
         past_lengths=_tensor(lengths),
-        has_mass=[bool(store.has_mass[part.seq]) or store.areas[part.seq] is not None for part in parts],
+        has_mass=has_mass,
+        mass_ends=_mass_ends(store, parts, lengths) if any(has_mass) else None,
         capture_rows=_capture_rows(parts, row_starts),
     )
 
@@ -100,6 +102,16 @@ def _with_areas(
             joined[index, :, :, :width] = area.pages
             lengths[index] += width * store.pool.page_size
     return joined, lengths
+
+
+def _mass_ends(store: LaneStore, parts: Sequence[Rows], lengths: np.ndarray) -> Tensor:
+    """As `Batch.mass_ends`. Where there is an area, masses come and go while the batch is computed, and any
+    entry before the new ones may get one."""
+    ends = [
+        store.mass_ends[part.seq] if store.areas[part.seq] is None else lengths[index]
+        for index, part in enumerate(parts)
+    ]
+    return _tensor(np.stack(ends))
 
 
 def _logit_rows(parts: Sequence[Rows], row_starts: list[int]) -> Tensor:

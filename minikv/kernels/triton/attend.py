@@ -14,6 +14,7 @@ def attend_lanes(
     log_mass,
     tables,
     past_lengths,
+    limits,
     sequences,
     starts,
     counts,
@@ -34,6 +35,7 @@ def attend_lanes(
     PAGE: constexpr,
     ENTRIES: constexpr,
     SPLIT: constexpr,
+    LIMITED: constexpr,
     HAS_MASS: constexpr,
     INT8: constexpr,
     DOT: constexpr,
@@ -44,6 +46,7 @@ def attend_lanes(
     sees the entries before the pass and the first t + 1 of the pass, which is the end of the lane.
 
     q: [T, query_heads, D]. tables: [S, layers, KV_HEADS, table_length]; past_lengths: [S, layers, KV_HEADS].
+    limits: the same shape; with LIMITED no more than so many entries of a lane are read, its first.
     sequences, starts, counts, parts: [n] int32, whose lanes are read, the first row of q, how many there are,
     and how many rows the members before have. With SPLIT 0: out [T, query_heads, D] and lse [T, query_heads]
     (natural). Else out [rows, query_heads, max_splits, D] and lse [rows, query_heads, max_splits] (base 2),
@@ -57,6 +60,8 @@ def attend_lanes(
     lane = (tl.load(sequences + member) * num_layers + layer) * KV_HEADS + head
     past = tl.load(past_lengths + lane)
     first, last = 0, past + tl.minimum((tile * ROWS + ROWS - 1) // GROUP, count - 1) + 1
+    if LIMITED:
+        last = tl.minimum(last, tl.load(limits + lane))
     if SPLIT:
         first = split * SPLIT
         if first >= last:
@@ -98,6 +103,7 @@ def merge_splits(
     split_out,
     split_lse,
     past_lengths,
+    limits,
     sequences,
     rows,
     ordinals,
@@ -111,6 +117,7 @@ def merge_splits(
     D: constexpr,
     PADDED_D: constexpr,
     SPLIT: constexpr,
+    LIMITED: constexpr,
     AT_ONCE: constexpr,
 ):
     """One query head of one row that was split: out [T, query_heads, D], lse [T, query_heads] (natural).
@@ -120,6 +127,8 @@ def merge_splits(
     part, query_head = tl.program_id(0), tl.program_id(1)
     lane = (tl.load(sequences + part) * num_layers + layer) * KV_HEADS + query_head // GROUP
     num_splits = (tl.load(past_lengths + lane) + tl.load(ordinals + part) + SPLIT) // SPLIT
+    if LIMITED:
+        num_splits = tl.minimum(num_splits, (tl.load(limits + lane) + SPLIT - 1) // SPLIT)
     column = tl.arange(0, PADDED_D)
 
     weighted = tl.zeros([PADDED_D], tl.float32)

@@ -22,7 +22,7 @@ _DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat
 
 
 @dataclass
-class _Members:
+class Members:
     """Sequences whose new rows are attended alike. The tensors are int32."""
 
     sequences: Tensor  # [n]
@@ -30,7 +30,8 @@ class _Members:
     counts: Tensor  # [n], and how many it has
     parts: Tensor  # [n], rows of those before it
     max_count: int
-    max_length: int  # entries of the longest lane, new ones included
+    max_length: int  # entries that are read of the longest lane, new ones included
+    limited: bool  # whether no more is read of a lane than the plan's limits say
     has_mass: bool
     split: int  # entries that a program takes; 0: all
     row_sequences: Tensor  # [rows], whose each row is,
@@ -43,11 +44,14 @@ class _Members:
 
 
 @dataclass
-class _Plan:
+class Plan:
+    """What the kernels read of a batch, and whose rows are attended here."""
+
     tables: Tensor  # [S, layers, kv_heads, P] int32
     past_lengths: Tensor  # [S, layers, kv_heads] int32
+    limits: Tensor  # [S, layers, kv_heads] int32, how many of a lane's first entries are read
     slots: Tensor  # [layers, kv_heads, T] int64
-    members: list[_Members]
+    members: list[Members]
 
     @property
     def kv_heads(self) -> int:
@@ -69,33 +73,55 @@ class TritonBackend:
 
     def plan(self, batch: Batch) -> None:
         """Tables and ranges of rows where the kernels can read them."""
-        counts = np.diff(batch.row_starts)
+        batch.plan = self.plan_of(batch, np.arange(batch.num_sequences))
+
+    def plan_of(
+        self,
+        batch: Batch,
+        sequences: np.ndarray,
+        begun: np.ndarray | None = None,
+        limits: Tensor | None = None,
+    ) -> Plan:
+        """Tables of the whole batch, to attend the rows of `sequences` [n], and those of `begun` [m] over the
+        first `limits` [S, layers, kv_heads] entries of their lanes."""
+
+        def there(numbers: Tensor) -> Tensor:
+            return numbers.to(self.device, torch.int32).contiguous()
+
+        past, members = there(batch.past_lengths), self._kinds(batch, sequences, None)
+        if begun is not None:
+            members += self._kinds(batch, begun, limits)
+        bounds = past if limits is None else there(limits)
+        return Plan(there(batch.lane_pages), past, bounds, batch.slots.to(self.device), members)
+
+    def _kinds(self, batch: Batch, sequences: np.ndarray, limits: Tensor | None) -> list[Members]:
+        counts = np.diff(batch.row_starts)[sequences]
         kinds = [
             (counts == 1, shapes.SPLIT),
             ((counts > 1) & (counts <= shapes.FEW_ROWS), shapes.CHUNK_SPLIT),
             (counts > shapes.FEW_ROWS, 0),
         ]
-        batch.plan = _Plan(
-            batch.lane_pages.to(self.device, torch.int32).contiguous(),
-            batch.past_lengths.to(self.device, torch.int32).contiguous(),
-            batch.slots.to(self.device),
-            [self._members(batch, np.flatnonzero(which), split) for which, split in kinds if which.any()],
-        )
+        return [
+            self._members(batch, sequences[which], split, limits) for which, split in kinds if which.any()
+        ]
 
-    def _members(self, batch: Batch, sequences: np.ndarray, split: int) -> _Members:
+    def _members(self, batch: Batch, sequences: np.ndarray, split: int, limits: Tensor | None) -> Members:
         starts = np.array(batch.row_starts)
         starts, counts = starts[sequences], np.diff(starts)[sequences]
         parts = np.cumsum(counts) - counts
         ordinals = np.arange(counts.sum()) - np.repeat(parts, counts)
-        longest = batch.past_lengths.amax(dim=(1, 2)).numpy()[sequences] + counts
+        read = batch.past_lengths.numpy()[sequences] + counts[:, None, None]
+        if limits is not None:
+            read = np.minimum(read, limits.numpy()[sequences])
 
         def there(numbers: np.ndarray) -> Tensor:
             return torch.from_numpy(numbers.astype(np.int32)).to(self.device)
 
-        return _Members(
+        return Members(
             *map(there, (sequences, starts, counts, parts)),
             max_count=int(counts.max()),
-            max_length=int(longest.max()),
+            max_length=int(read.max()),
+            limited=limits is not None,
             has_mass=any(batch.has_mass[s] for s in sequences),
             split=split,
             row_sequences=there(np.repeat(sequences, counts)),
@@ -105,7 +131,7 @@ class TritonBackend:
 
     def rotate_and_write(self, qkv: Tensor, batch: Batch, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionBackend.rotate_and_write`."""
-        plan: _Plan = batch.plan
+        plan: Plan = batch.plan
         qkv = qkv.contiguous()
         num_rows, heads, head_dim = qkv.shape
         kv_heads = plan.kv_heads
@@ -121,7 +147,7 @@ class TritonBackend:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.attend`; keys and values are read from the pool, where they are rounded."""
-        plan: _Plan = batch.plan
+        plan: Plan = batch.plan
         if q.stride()[1:] != (q.shape[2], 1):
             q = q.contiguous()
         out = q.new_empty(q.shape)
@@ -134,7 +160,7 @@ class TritonBackend:
         return out, lse
 
     def _attend_split(
-        self, q: Tensor, batch: Batch, layer: int, members: _Members, out: Tensor, lse: Tensor
+        self, q: Tensor, batch: Batch, layer: int, members: Members, out: Tensor, lse: Tensor
     ) -> None:
         plan, (query_heads, head_dim) = batch.plan, q.shape[1:]
         parts = (len(members.rows), query_heads, members.max_splits)
@@ -142,14 +168,16 @@ class TritonBackend:
         split_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
         self._attend_lanes(q, batch, layer, members, split_out, split_lse)
         merge_splits[(len(members.rows), query_heads)](
-            split_out, split_lse, plan.past_lengths, members.row_sequences, members.rows, members.ordinals,
+            split_out, split_lse, plan.past_lengths, plan.limits,
+            members.row_sequences, members.rows, members.ordinals,
             out, lse, layer, plan.tables.shape[1], members.max_splits,
             KV_HEADS=plan.kv_heads, GROUP=query_heads // plan.kv_heads, D=head_dim,
-            PADDED_D=shapes.padded(head_dim), SPLIT=members.split, AT_ONCE=shapes.MERGED,
+            PADDED_D=shapes.padded(head_dim), SPLIT=members.split, LIMITED=members.limited,
+            AT_ONCE=shapes.MERGED,
         )  # fmt: skip
 
     def _attend_lanes(
-        self, q: Tensor, batch: Batch, layer: int, members: _Members, out: Tensor, lse: Tensor
+        self, q: Tensor, batch: Batch, layer: int, members: Members, out: Tensor, lse: Tensor
     ) -> None:
         plan, (query_heads, head_dim) = batch.plan, q.shape[1:]
         group, int8 = query_heads // plan.kv_heads, batch.pool.dtype == torch.int8
@@ -158,12 +186,12 @@ class TritonBackend:
             shape = shapes.decode_shape(head_dim, group, int8)
         tiles = -(-members.max_count * group // shape.rows)
         attend_lanes[(tiles, len(members.sequences) * plan.kv_heads, members.max_splits)](
-            q, *pool_tensors(batch.pool)[:5], plan.tables, plan.past_lengths,
+            q, *pool_tensors(batch.pool)[:5], plan.tables, plan.past_lengths, plan.limits,
             members.sequences, members.starts, members.counts, members.parts, out, lse,
             _scale(head_dim), layer, *plan.tables.shape[1::2], members.max_splits, q.stride(0),
             KV_HEADS=plan.kv_heads, GROUP=group, ROWS=shape.rows,
             D=head_dim, PADDED_D=shapes.padded(head_dim), PAGE=batch.pool.page_size, ENTRIES=shape.entries,
-            SPLIT=members.split, HAS_MASS=members.has_mass,
+            SPLIT=members.split, LIMITED=members.limited, HAS_MASS=members.has_mass,
             INT8=int8, DOT=_DOT_TYPES[_dot_dtype(q.dtype, batch.pool.dtype)],
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip

@@ -18,7 +18,7 @@ def interpreted() -> bool:
 def why_unusable(device: str, head_dim: int, page_size: int | None) -> str | None:
     """Why the Triton kernels cannot serve a model on a device (`auto`, `cpu` or `cuda`), as a clause; None if
     they can."""
-    if not _installed("triton"):
+    if not installed("triton"):
         return "triton is not installed (pip install 'minikv[triton]')"
     if interpreted() and device == "cuda":
         return "TRITON_INTERPRET is set, which runs its kernels on the CPU; unset it for device cuda"
@@ -33,7 +33,7 @@ def why_unusable(device: str, head_dim: int, page_size: int | None) -> str | Non
     return None
 
 
-def _installed(name: str) -> bool:
+def installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
