@@ -18,8 +18,8 @@ demo: $(VENV)/.base ## fetch the default model and let it answer two questions a
 	$(VENV)/bin/minikv pull smollm2-135m
 	$(VENV)/bin/python examples/demo.py
 
-test: $(VENV)/.test ## run the tests (ARGS="-k chat" chooses some)
-	$(VENV)/bin/python -m pytest $(ARGS)
+test: $(VENV)/.test ## run the tests, one process per core (ARGS="-k chat" chooses some, ARGS="-n 0" is one process)
+	$(VENV)/bin/python -m pytest -n auto $(ARGS)
 
 test-all: $(VENV)/.test ## the tests and those marked slow
 	$(VENV)/bin/python -m pytest -m "not gpu" $(ARGS)
