@@ -63,6 +63,9 @@ class LLM:
     device: `auto`, `cpu` or `cuda`; `auto` is the CPU unless backend is `triton` and a GPU is there.
     backend: `auto`, `cpu` (compiled), `torch`, `reference` or `triton`.
     weights: `auto` keeps what the file has; `q4`, `q8`, `bf16`, `f32` convert (`torch`: `q8`, `f32`).
+        For the CPU.
+    dtype: of weights and activations on a CUDA device, in the place of `weights`: `auto`, `bf16`, `fp16` or
+        `fp32`; `auto` is the file's own if that has 16 bits, or else bf16.
     max_context: tokens of one sequence that may be held; None is the model's own limit.
     max_seqs: sequences that hold KV at once. prefill_chunk, max_batch_tokens: rows per step.
     threads: compute threads; None is one per physical core that the process may use.
@@ -81,6 +84,7 @@ class LLM:
         device: str = "auto",
         backend: str = "auto",
         weights: str = "auto",
+        dtype: str = "auto",
         revision: str | None = None,
         offline: bool = False,
         max_context: int | None = None,
@@ -103,6 +107,7 @@ class LLM:
             device=device,
             backend=backend,
             weights=weights,
+            dtype=dtype,
             revision=revision,
             offline=offline,
             threads=threads,
@@ -118,7 +123,7 @@ class LLM:
             keys_transposed=loaded.kernels.keys_transposed,
             find_profile=finder,
             # Weights in other bits, or other kernels, make other rows.
-            fingerprint=f"{loaded.fingerprint} {weights} {loaded.kernels.name} {loaded.instructions}",
+            fingerprint=f"{loaded.fingerprint} {loaded.weights} {loaded.kernels.name} {loaded.instructions}",
             entry_kernels=loaded.kernels.entries,
             device=loaded.kernels.device,
             find_router=finder.router,

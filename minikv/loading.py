@@ -11,7 +11,7 @@ from minikv.config import CacheConfig, format_size
 from minikv.errors import ConfigError, ModelError, shown
 from minikv.kernels.backend import CPU, AttentionBackend, check_backend_name, choose_backend
 from minikv.memory import available_bytes
-from minikv.models.build import build_decoder, check_weights_kind, weight_bytes
+from minikv.models.build import build_decoder, check_dtype_name, weight_bytes, weights_kind
 from minikv.models.config import ModelConfig
 from minikv.models.decoder import Decoder
 from minikv.models.packed_decoder import PackedDecoder
@@ -26,7 +26,8 @@ MAX_THREADS = 256
 class LoadedModel:
     """A decoder on its backend, with the tokenizer and identity of its model.
 
-    kv_dtype, page_size: how its KV entries are to be stored. reason: why this backend, as a clause.
+    kv_dtype, page_size: how its KV entries are to be stored. reason: why this backend, as a clause. weights:
+    what the weights were made, as asked on the CPU, `bf16`, `f16` or `f32` on a device.
     """
 
     name: str
@@ -38,6 +39,7 @@ class LoadedModel:
     reason: str
     kv_dtype: torch.dtype
     page_size: int
+    weights: str = "auto"
 
     @property
     def instructions(self) -> str:
@@ -53,6 +55,7 @@ def load_model(
     device: str = "auto",
     backend: str = "auto",
     weights: str = "auto",
+    dtype: str = "auto",
     revision: str | None = None,
     offline: bool = False,
     threads: int | None = None,
@@ -72,18 +75,19 @@ def load_model(
             )
         torch.set_num_threads(threads)
     check_backend_name(backend, device)
+    check_dtype_name(dtype)
     opened = open_model(
         resolve_model(os.fspath(model), revision=revision, offline=offline, progress=progress)
     )
     kernels, reason = choose_backend(
         backend, device, threads or default_threads(), opened.config.head_dim, cache.page_size
     )
-    check_weights_kind(weights, kernels)
     try:
+        kind = weights_kind(weights, dtype, opened.config.dtype, kernels)
         if kernels.device != CPU:
             free_bytes = available_bytes(kernels.device)
-        _check_memory(opened, weight_bytes(opened.config, weights, kernels), free_bytes)
-        decoder = build_decoder(opened.config, opened.weights, kernels, weights)
+        _check_memory(opened, weight_bytes(opened.config, kind, kernels), free_bytes)
+        decoder = build_decoder(opened.config, opened.weights, kernels, kind)
     finally:
         opened.weights.close()
     return LoadedModel(
@@ -94,15 +98,16 @@ def load_model(
         decoder,
         kernels,
         reason,
-        _kv_dtype(cache.kv_dtype, kernels),
+        _kv_dtype(cache.kv_dtype, kernels, kind),
         cache.page_size or kernels.page_size,
+        kind,
     )
 
 
-def _kv_dtype(name: str, backend: AttentionBackend) -> torch.dtype:
+def _kv_dtype(name: str, backend: AttentionBackend, weights: str) -> torch.dtype:
     if name == "auto":
         if backend.device != CPU:
-            return torch.bfloat16
+            return {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[weights]
         return torch.float16 if backend.name == "cpu" else torch.float32
     return getattr(torch, name)
 

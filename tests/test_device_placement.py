@@ -41,10 +41,10 @@ def test_the_pretended_device_keeps_its_tensors_apart(monkeypatch):
             entries_module.copy_entries[(1,)](here)
 
 
-def talk(device, cache, kv_dtype, **changes):
+def talk(device, cache, kv_dtype, kind, **changes):
     """Two turns of a conversation, the second after the pages moved; what was said."""
     config = TINY.__class__(**{**TINY.__dict__, "head_dim": HEAD_DIMS[0], **changes})
-    decoder = Decoder(config, RandomWeights(config), TritonBackend(device), "bf16")
+    decoder = Decoder(config, RandomWeights(config), TritonBackend(device), kind)
     engine = Engine(
         decoder,
         EngineConfig(debug_checks=True, prefill_chunk=32),
@@ -65,18 +65,19 @@ def talk(device, cache, kv_dtype, **changes):
 
 
 @pytest.mark.parametrize(
-    ("policy", "kv_dtype", "changes"),
+    ("policy", "kv_dtype", "kind", "changes"),
     [
-        (None, torch.bfloat16, {"qkv_bias": True, "architecture": "qwen2"}),
-        ("adakv", torch.bfloat16, {"qk_norm": True, "architecture": "qwen3"}),
-        ("gracekv", torch.int8, {}),
+        (None, torch.bfloat16, "bf16", {"qkv_bias": True, "architecture": "qwen2"}),
+        (None, torch.float32, "f32", {}),
+        ("adakv", torch.float16, "f16", {"qk_norm": True, "architecture": "qwen3"}),
+        ("gracekv", torch.int8, "bf16", {}),
     ],
 )
-def test_nothing_of_a_pass_or_a_compression_is_left_behind(policy, kv_dtype, changes, monkeypatch):
+def test_nothing_of_a_pass_or_a_compression_is_left_behind(policy, kv_dtype, kind, changes, monkeypatch):
     cache = None if policy is None else keep(policy, 0.4, refit=policy == "gracekv")
-    expected, _ = talk(CPU, cache, kv_dtype, **changes)
+    expected, _ = talk(CPU, cache, kv_dtype, kind, **changes)
     with pretended_device(monkeypatch, KERNELS):
-        said, pool = talk(DEVICE, cache, kv_dtype, **changes)
+        said, pool = talk(DEVICE, cache, kv_dtype, kind, **changes)
     assert said == expected
     assert all(isinstance(t, Distant) for t in (pool.keys, pool.values, pool.log_mass, pool.positions))
 

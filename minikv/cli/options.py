@@ -105,6 +105,13 @@ ENGINE = (
     Option("device", "text", "auto, cpu or cuda.", "auto", metavar="NAME"),
     Option("backend", "text", "Kernels: auto, cpu, torch, reference or triton.", "auto", metavar="NAME"),
     Option("weights", "text", "Weights in memory: auto, q4, q8, bf16 or f32.", "auto", metavar="TYPE"),
+    Option(
+        "dtype",
+        "text",
+        "Weights and activations on a CUDA device: auto, bf16, fp16 or fp32.",
+        "auto",
+        metavar="TYPE",
+    ),
     Option("threads", "int", "CPU threads."),
     Option("max_seqs", "int", "Sequences that hold KV at once.", "16"),
     Option("prefill_chunk", "int", "Most prompt tokens of one sequence per step.", "512"),

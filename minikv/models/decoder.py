@@ -20,6 +20,9 @@ from minikv.models.linear import DenseLinear, DeviceLinear, Linear
 from minikv.models.rope import Rope
 from minikv.models.weights import WeightSource
 
+# Kinds of weights that only matrices on a device have.
+_DEVICE_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+
 
 @dataclass
 class _Layer:
@@ -39,8 +42,9 @@ class Decoder:
 
     weights_kind: `auto` rounds the matrices that the file has quantised to 8 bits and keeps the
     others float32, `q8` rounds all, `f32` none. All stay float32 in a model of odd sizes, and where
-    torch cannot multiply in 8 bits. With 8 bits, vectors are written in another basis. `bf16` is for
-    backends on a device: products and attention in bfloat16, everything between them in float32.
+    torch cannot multiply in 8 bits. With 8 bits, vectors are written in another basis. `bf16` and `f16`,
+    and `f32` too, are for backends on a device: products and attention in that type, everything between
+    them in float32.
 
     A batch, the token table and logits are on the host; weights and rows of a pass where the backend is.
     """
@@ -65,8 +69,7 @@ class Decoder:
         # are rounded to 8 bits, the last bits decide which way. In float64 they do not reach that far.
         rounded = any(isinstance(matrix, Int8Linear) for matrix in self._matrices)
         self._attention_dtype = torch.float64 if rounded else torch.float32
-        if weights_kind == "bf16":
-            self._attention_dtype = torch.bfloat16
+        self._attention_dtype = loader.device_dtype or self._attention_dtype
 
     @property
     def _matrices(self) -> list[Linear]:
@@ -154,6 +157,9 @@ class _Loader:
 
     def __init__(self, config: ModelConfig, weights: WeightSource, kind: str, device: torch.device):
         self.config, self.weights, self.kind, self.device = config, weights, kind, device
+        self.device_dtype = _DEVICE_DTYPES.get(kind)
+        if device != CPU and self.device_dtype is None:
+            self.device_dtype = torch.float32
         rounds = any(self._is_rounded(name) for name in weights.names())
         self.levels = activation_levels() if rounds else None
         self.basis: Basis = PlainBasis() if self.levels is None else FourierBasis()
@@ -209,8 +215,8 @@ class _Loader:
         columns: Callable[[Tensor], Tensor],
     ) -> Linear:
         rounded = any(self._is_rounded(f"{module}.weight") for module in modules)
-        if self.kind == "bf16":
-            return DeviceLinear(columns(weight), bias, self.device, torch.bfloat16)
+        if self.device_dtype is not None:
+            return DeviceLinear(columns(weight), bias, self.device, self.device_dtype)
         if self.levels is None or not rounded:
             return DenseLinear(columns(weight).contiguous(), bias)
         return Int8Linear(weight, bias, self.levels, columns)
@@ -220,6 +226,8 @@ class _Loader:
         config = self.config
         # Transforms of an odd size have no second column that is always zero.
         possible = config.hidden_size % 2 == config.intermediate_size % 2 == 0
-        if self.kind in ("f32", "bf16") or not possible or len(self.weights.shape(name)) != 2:
+        if self.device_dtype is not None or self.kind == "f32":
+            return False
+        if not possible or len(self.weights.shape(name)) != 2:
             return False
         return self.kind == "q8" or self.weights.blocks(name) is not None
