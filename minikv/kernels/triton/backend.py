@@ -153,8 +153,11 @@ class TritonBackend:
     ) -> None:
         plan, (query_heads, head_dim) = batch.plan, q.shape[1:]
         group, int8 = query_heads // plan.kv_heads, batch.pool.dtype == torch.int8
+        dot = _dot_dtype(q.dtype, batch.pool.dtype)
         shape = shapes.chunk_shape(head_dim, int8)
-        if members.max_count == 1:
+        if dot == torch.float32 and not interpreted():
+            shape = shapes.float32_shape(group)
+        elif members.max_count == 1:
             shape = shapes.decode_shape(head_dim, group, int8)
         tiles = -(-members.max_count * group // shape.rows)
         attend_lanes[(tiles, len(members.sequences) * plan.kv_heads, members.max_splits)](
@@ -164,7 +167,7 @@ class TritonBackend:
             KV_HEADS=plan.kv_heads, GROUP=group, ROWS=shape.rows,
             D=head_dim, PADDED_D=shapes.padded(head_dim), PAGE=batch.pool.page_size, ENTRIES=shape.entries,
             SPLIT=members.split, HAS_MASS=members.has_mass,
-            INT8=int8, DOT=_DOT_TYPES[_dot_dtype(q.dtype, batch.pool.dtype)],
+            INT8=int8, DOT=_DOT_TYPES[dot],
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
 
