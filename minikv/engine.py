@@ -25,7 +25,7 @@ from minikv.config import CacheConfig, EngineConfig, check_ranges
 from minikv.errors import ConfigError, MinikvError
 from minikv.kernels.backend import CPU, EntryKernels
 from minikv.kernels.batch import Batch
-from minikv.memory import make_store, resolve_context
+from minikv.memory import is_shortage, make_store, resolve_context, shortage
 from minikv.models.config import ModelConfig
 from minikv.results import FinishReason
 from minikv.sampling import Sample, Sampler, SamplingParams, sample_batch
@@ -266,7 +266,7 @@ class Engine:
             _LOG.debug("a step failed", exc_info=True)
             # Lane lengths are unchanged, so only the requests of this step are lost.
             for item in plan:
-                self._finish(item.request, "error", _describe(error))
+                self._finish(item.request, "error", _describe(error, self.store.pool.device))
             return
         finished_prompts, rows, row = [], [], 0
         for item in plan:
@@ -333,7 +333,7 @@ class Engine:
                 )
             except Exception as error:
                 _LOG.debug("a compression failed", exc_info=True)
-                self._finish(request, "error", _describe(error))
+                self._finish(request, "error", _describe(error, self.store.pool.device))
                 return False
             request.compress_s += report.seconds
             course.take(due)
@@ -465,12 +465,13 @@ class _Order:
 LESS_MEMORY = "lower kv_hot, max_seqs or prefill_chunk"
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: Exception, device: torch.device) -> str:
     if isinstance(error, MinikvError):
         return str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"The device ran out of memory in a step; {LESS_MEMORY}."
-    if isinstance(error, MemoryError) or "allocate memory" in str(error):
-        return f"The machine ran out of memory in a step; {LESS_MEMORY}."
+    if is_shortage(error):
+        of_host = device.type == "cpu" or isinstance(error, MemoryError)
+        where = CPU if of_host else device
+        owner = "machine" if of_host else "device"
+        return f"The {owner} ran out of memory in a step{shortage(error, where)}; {LESS_MEMORY}."
     detail = (str(error).splitlines() or ["no message"])[0]
     return f"The step failed: {type(error).__name__}: {detail}"

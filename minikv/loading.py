@@ -10,7 +10,7 @@ import torch
 from minikv.config import CacheConfig, format_size
 from minikv.errors import ConfigError, ModelError, shown
 from minikv.kernels.backend import CPU, AttentionBackend, check_backend_name, choose_backend
-from minikv.memory import available_bytes
+from minikv.memory import available_bytes, is_shortage, shortage
 from minikv.models.build import build_decoder, check_dtype_name, weight_bytes, weights_kind
 from minikv.models.config import ModelConfig
 from minikv.models.decoder import Decoder
@@ -84,10 +84,7 @@ def load_model(
     )
     try:
         kind = weights_kind(weights, dtype, opened.config.dtype, kernels)
-        if kernels.device != CPU:
-            free_bytes = available_bytes(kernels.device)
-        _check_memory(opened, weight_bytes(opened.config, kind, kernels), free_bytes)
-        decoder = build_decoder(opened.config, opened.weights, kernels, kind)
+        decoder = _load_weights(opened, kernels, kind, free_bytes)
     finally:
         opened.weights.close()
     return LoadedModel(
@@ -112,10 +109,25 @@ def _kv_dtype(name: str, backend: AttentionBackend, weights: str) -> torch.dtype
     return getattr(torch, name)
 
 
-def _check_memory(model: OpenModel, needed: int, free: int) -> None:
-    """Refuse a model whose weights cannot fit, before the system has to kill something."""
-    if needed > free:
-        raise ModelError(
-            f"{model.name} needs {format_size(needed)} for its weights, and {format_size(free)} are free; "
-            "use a smaller model or weights in fewer bits, or free some memory."
-        )
+def _load_weights(
+    model: OpenModel, backend: AttentionBackend, kind: str, free: int
+) -> Decoder | PackedDecoder:
+    """The decoder. ModelError with the bytes where its weights cannot fit, before the system has to kill
+    something, or turn out not to."""
+    needed, device = weight_bytes(model.config, kind, backend), backend.device
+    try:
+        if device != CPU:
+            free = available_bytes(device)
+        if needed <= free:
+            return build_decoder(model.config, model.weights, backend, kind)
+        fault = f"and {format_size(free)} are free"
+    except (MemoryError, RuntimeError) as error:
+        if not is_shortage(error):
+            raise
+        fault = f"and memory ran out{shortage(error, CPU if isinstance(error, MemoryError) else device)}"
+    where = "" if device == CPU else f" on device {device.type}"
+    instead = "weights in fewer bits" if device == CPU else "dtype bf16"
+    raise ModelError(
+        f"{model.name} needs {format_size(needed)} for its weights{where}, {fault}; use a smaller model or "
+        f"{instead}, or free some memory."
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,6 +17,8 @@ from minikv.kernels.backend import CPU, EntryKernels
 from minikv.models.config import ModelConfig
 
 _CGROUP = Path("/sys/fs/cgroup")
+# As torch says it, of a device and of the host.
+_ASKED = re.compile(r"tried to allocate ([\d.]+ (?:bytes|[KMGT]iB))", re.IGNORECASE)
 
 
 def available_bytes(device: torch.device = CPU) -> int:
@@ -29,6 +33,25 @@ def available_bytes(device: torch.device = CPU) -> int:
     except (OSError, ValueError):
         pass  # no control group, or one of an older kind
     return max(0, min(limits))
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that memory is short, of the host or of a device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    said = str(error)
+    return isinstance(error, RuntimeError) and ("allocate memory" in said or "error: out of memory" in said)
+
+
+def shortage(error: BaseException, device: torch.device = CPU) -> str:
+    """What an error for which `is_shortage` holds says of bytes, as a clause; "" if it is not known."""
+    facts = []
+    if said := _ASKED.search(str(error)):
+        number, unit = said[1].split()
+        facts.append(f"{format_size(int(number)) if unit == 'bytes' else said[1]} were asked for")
+    with suppress(RuntimeError):  # a device that is full may not even answer
+        facts.append(f"{format_size(available_bytes(device))} were free")
+    return f" when {' and '.join(facts)}" if facts else ""
 
 
 def _system_bytes() -> int:

@@ -88,7 +88,7 @@ class LaneStore:
 
     def fork(self, source: int) -> int | None:
         """A copy of a sequence on pages of its own, without its area, or None when sequences or pages are
-        short."""
+        short. What the copying raises is raised, and there is no copy."""
         if (area := self.areas[source]) is not None:
             area.reset()
         counts = -(-self.lengths[source] // self.pool.page_size)
@@ -97,7 +97,11 @@ class LaneStore:
         seq = self.open()
         self._grow(seq, counts)
         held = np.arange(self.max_pages) < counts[..., None]
-        self.pool.copy_pages(self.pages[source][held], self.pages[seq][held])
+        try:
+            self.pool.copy_pages(self.pages[source][held], self.pages[seq][held])
+        except (MemoryError, RuntimeError):
+            self.close(seq)
+            raise
         self.lengths[seq] = self.lengths[source]
         self.has_mass[seq] = self.has_mass[source]
         self.num_tokens[seq] = self.num_tokens[source]
