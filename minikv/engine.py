@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.compress import Compressor, Ranges
+from minikv.cache.copies import copies_for
 from minikv.cache.spans.zoom import Counters, zoom_in
 from minikv.cache.tiers.below import Below
 from minikv.cache.tiers.storage import Storage
@@ -80,7 +81,10 @@ class Engine:
         )
         self.storage: Storage | None = None
         if config.tiers.below:
-            self.storage = Storage.of(config.tiers, fingerprint, shape, self.model.rope, kv_dtype)
+            copies = copies_for(device, config.tiers.warm_bytes) if config.tiers.async_copies else None
+            self.store.pool.copies = copies
+            taken = 0 if copies is None else copies.nbytes
+            self.storage = Storage.of(config.tiers, fingerprint, shape, self.model.rope, kv_dtype, taken)
         # Dynamic RoPE rotates a token for the length of its whole prompt once that is past the
         # original context; lanes of a shorter turn are then not what a fresh prompt would give.
         reuse_limit = shape.rope.original_context if shape.rope.kind == "dynamic" else None
@@ -198,14 +202,19 @@ class Engine:
         tiers."""
         if self.storage is None:
             return None
-        scheduler = self.scheduler
-        return self.storage.report() | {
-            "turns_restored": scheduler.num_restored,
-            "preemptions": scheduler.num_preemptions,
-            "reclaimed": scheduler.num_reclaimed,
-            "zoomed_rows": self.zoomed.rows,
-            "zoomed_bytes": self.zoomed.bytes,
-        }
+        scheduler, copies = self.scheduler, self.store.pool.copies
+        beside = {} if copies is None else copies.report()
+        return (
+            self.storage.report()
+            | beside
+            | {
+                "turns_restored": scheduler.num_restored,
+                "preemptions": scheduler.num_preemptions,
+                "reclaimed": scheduler.num_reclaimed,
+                "zoomed_rows": self.zoomed.rows,
+                "zoomed_bytes": self.zoomed.bytes,
+            }
+        )
 
     def close(self) -> None:
         """Close the tiers below the pool. Nothing may be asked of the engine after that."""
@@ -234,6 +243,8 @@ class Engine:
             self._sample([request], request.prompt_logits.unsqueeze(0).clone(), None)
         if plan:
             self._compute(plan)
+        if self.store.pool.copies is not None:
+            self.store.pool.copies.sweep()
         if self.config.debug_checks:
             self.store.check()
             for area in self.store.areas:

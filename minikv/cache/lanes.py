@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.area import Area
-from minikv.cache.entries import Entries
+from minikv.cache.entries import Entries, Places
 from minikv.cache.merged import Merged
 from minikv.cache.pool import PagePool
 
@@ -362,11 +362,17 @@ class LaneStore:
     def take(self, seq: int, layer: int, chosen: Tensor) -> Entries:
         """Copies of the entries of one layer that `chosen` [kv_heads, n] bool says, n the longest of its
         lanes; the lanes keep them."""
+        places = self.places(seq, layer, chosen)
+        return Entries(self.pool.stored(places.slots), places.counts, places.lengths)
+
+    def places(self, seq: int, layer: int, chosen: Tensor) -> Places:
+        """Where the entries of one layer are that `chosen` [kv_heads, n] bool says, n the longest of its
+        lanes."""
         held = torch.arange(chosen.shape[1]) < torch.from_numpy(self.lengths[seq, layer])[:, None]
         chosen = chosen & held
         slots = self._layer_slots(seq, layer, torch.arange(chosen.shape[1]).expand(chosen.shape))
         counts = self.counts(seq, layer)[:, : chosen.shape[1]]
-        return Entries(self.pool.stored(slots[chosen]), counts[chosen].int(), chosen.sum(dim=1))
+        return Places(slots[chosen], counts[chosen].int(), chosen.sum(dim=1))
 
     def insert(
         self,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minikv.cache.copies import Arriving, Copies, room_for
 from minikv.cache.entries import Stored
 from minikv.cache.mapped import DeviceZeros, MappedZeros
 from minikv.errors import ConfigError
@@ -98,6 +99,7 @@ class PagePool:
         self.num_free = num_pages
         self._lowest = 1
         self._freed_bytes = 0
+        self.copies: Copies | None = None  # to be set by who has a side stream for them
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedZeros | DeviceZeros:
         if self.device.type == "cpu":
@@ -219,16 +221,20 @@ class PagePool:
     def take_rows(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Keys and values [n, head_dim] at slots [n] as they are stored, and their scales [n] if the KV dtype
         is int8."""
-        flat = flat.to(self.device)
+        keys, values, *scales = (tensor.cpu() for tensor in self._rows_at(flat.to(self.device)))
+        key_scales, value_scales = scales or (None, None)
+        return keys, values, key_scales, value_scales
+
+    def _rows_at(self, flat: Tensor) -> list[Tensor]:
+        """What `take_rows` gives, on the device, for slots [n] that are there: two tensors or four."""
         if self.keys_transposed:
             keys = self.keys[flat // self.page_size, :, flat % self.page_size]
         else:
             keys = self.keys.view(-1, self.head_dim).index_select(0, flat)
-        values = self.values.view(-1, self.head_dim).index_select(0, flat)
-        keys, values = keys.cpu(), values.cpu()
-        if self.key_scales is None or self.value_scales is None:
-            return keys, values, None, None
-        return keys, values, self.key_scales.view(-1)[flat].cpu(), self.value_scales.view(-1)[flat].cpu()
+        taken = [keys, self.values.view(-1, self.head_dim).index_select(0, flat)]
+        if self.key_scales is not None and self.value_scales is not None:
+            taken += [self.key_scales.view(-1)[flat], self.value_scales.view(-1)[flat]]
+        return taken
 
     def replace_rows(self, target: Tensor, keys: Tensor, values: Tensor, source: Tensor) -> None:
         """Write rows [n, head_dim] to slots [n]. A key or a value that is the one at its `source` slot [n]
@@ -253,6 +259,20 @@ class PagePool:
         taken = self.take_rows(slots)
         return Stored(*taken, *self.masses_and_positions(slots))
 
+    def leaving(self, slots: Tensor) -> Arriving | None:
+        """Begin to copy whole entries at slots [n], as they are now, to the host beside the computation:
+        keys, values, scales of both if the KV dtype is int8, log masses and positions. None where there is
+        no way or no room, and only `stored` can."""
+        if self.copies is None:
+            return None
+        flat, count = slots.to(self.device), len(slots)
+        rows = [count * self.head_dim * self.dtype.itemsize] * 2
+        numbers = [4 * count] * (4 if self.dtype == torch.int8 else 2)
+        mass, positions = self.log_mass.view(-1), self.positions.view(-1)
+        return self.copies.leave(
+            room_for(rows + numbers), lambda: [*self._rows_at(flat), mass[flat], positions[flat]]
+        )
+
     def masses_and_positions(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Log masses (float32) and positions (int32) of the entries at slots [...]."""
         slots = slots.to(self.device)
@@ -260,8 +280,18 @@ class PagePool:
 
     def put(self, slots: Tensor, rows: Stored) -> None:
         """Write whole entries to slots [n], as they are."""
+        if self.copies is not None:
+            slots, rows = self._sent(self.copies, slots, rows)
         self.put_rows(slots, rows.keys, rows.values, rows.key_scales, rows.value_scales)
         self.write_entries(slots, rows.positions, rows.log_mass)
+
+    def _sent(self, copies: Copies, slots: Tensor, rows: Stored) -> tuple[Tensor, Stored]:
+        """Slots and rows on the device, if there is room for copies beside the computation."""
+        sent = copies.come([slots, *(tensor for tensor in rows if tensor is not None)])
+        if sent is None:
+            return slots, rows
+        there = iter(sent[1:])
+        return sent[0], Stored(*(None if tensor is None else next(there) for tensor in rows))  # type: ignore[arg-type]
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
         """Copy whole entries from slots to slots, bit for bit; the sets may overlap."""

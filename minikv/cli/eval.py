@@ -51,7 +51,7 @@ GRID = (
 _LISTS = ("tasks", "policies", "budgets")
 _METHOD_NAMES = ("kv_sinks", "kv_recent", "kv_window", "kv_profile")
 METHOD = tuple(option for option in COMPRESSION if option.name in _METHOD_NAMES)
-_TIERS = ("kv_hot", "kv_warm", "kv_cold", "kv_error", "kv_prefixes")
+_TIERS = ("kv_hot", "kv_warm", "kv_cold", "kv_error", "kv_prefixes", "kv_async_copies")
 _NO_ENGINE = (*_TIERS, "max_context", "max_seqs", "prefill_chunk", "max_batch_tokens")
 LOADING = tuple(option for option in ENGINE if option.name not in _NO_ENGINE)
 # Contexts, questions and measures; results of another number are not gone on with.

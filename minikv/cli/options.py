@@ -36,7 +36,7 @@ _METAVARS: dict[str, str] = {
 # What a template gets from the conversation itself.
 RESERVED_ARGS = ("self", "messages", "system")
 _REPEATED = ("texts", "ints", "bias", "json_args")
-_TIERS = ("hot", "warm", "cold", "error", "prefixes")
+_TIERS = ("hot", "warm", "cold", "error", "prefixes", "async_copies")
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,13 @@ ENGINE = (
         "Keep beginnings of prompts in warm and cold, for others that begin alike.",
         "on",
         flag="--prefix-store",
+    ),
+    Option(
+        "kv_async_copies",
+        "switch",
+        "On cuda, copy between the KV cache and the warm tier beside the computation.",
+        "on",
+        flag="--async-copies",
     ),
     Option("max_context", "int", "Tokens a sequence may reach; at most the model's own limit."),
     Option("device", "text", "auto, cpu or cuda.", "auto", metavar="NAME"),
