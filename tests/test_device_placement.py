@@ -9,6 +9,7 @@ from pretended_device import DEVICE, Distant, pretended_device
 from tiny import TINY, RandomWeights, drain, greedy, prompt
 from triton_tools import HEAD_DIMS, INTERPRETED_ONLY  # before the kernels: it skips if there is no triton
 
+from minikv.cache.compress import Compressor
 from minikv.cache.lanes import LaneStore
 from minikv.cache.pool import PagePool
 from minikv.config import EngineConfig
@@ -70,15 +71,27 @@ def talk(device, cache, kv_dtype, kind, **changes):
         (None, torch.bfloat16, "bf16", {"qkv_bias": True, "architecture": "qwen2"}),
         (None, torch.float32, "f32", {}),
         ("adakv", torch.float16, "f16", {"qk_norm": True, "architecture": "qwen3"}),
+        ("expected", torch.bfloat16, "bf16", {}),
+        ("compresskv", torch.int8, "bf16", {}),
         ("gracekv", torch.int8, "bf16", {}),
     ],
 )
 def test_nothing_of_a_pass_or_a_compression_is_left_behind(policy, kv_dtype, kind, changes, monkeypatch):
     cache = None if policy is None else keep(policy, 0.4, refit=policy == "gracekv")
     expected, _ = talk(CPU, cache, kv_dtype, kind, **changes)
+    seen, view = [], Compressor.view
+
+    def watched(self, *args, **options):
+        found = view(self, *args, **options)
+        seen.append(isinstance(found.keys, Distant))
+        return found
+
+    monkeypatch.setattr(Compressor, "view", watched)
     with pretended_device(monkeypatch, KERNELS):
         said, pool = talk(DEVICE, cache, kv_dtype, kind, **changes)
     assert said == expected
+    # Trees are made on the host; scores where the keys are.
+    assert set(seen) == (set() if policy is None else {policy != "gracekv"})
     assert all(isinstance(t, Distant) for t in (pool.keys, pool.values, pool.log_mass, pool.positions))
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 RETURN_BYTES = 4 << 20
 """Free pages in a row that are worth giving back to the system."""
 
+HOST = torch.device("cpu")
+
 POSITION_BYTES = LOG_MASS_BYTES = SCALE_BYTES = 4
 
 
@@ -300,19 +302,22 @@ class PagePool:
         else:
             self.put(target, self.stored(source))
 
-    def read_pages(self, ids: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Gather whole pages: keys and values [len(ids) * page_size, head_dim], as `read_rows`.
+    def read_pages(
+        self, ids: Tensor, out: Tensor | None = None, device: torch.device = HOST
+    ) -> tuple[Tensor, Tensor]:
+        """Gather whole pages: keys and values [len(ids) * page_size, head_dim], as `read_rows`, on a device
+        which is the host or the pool's own.
 
         Float pages are gathered into `out` [2, len(ids) * page_size * head_dim] of their dtype, if given
         and if their layout is the rows' own.
         """
         if self.keys_transposed or self.dtype == torch.int8:
             keys = self._rows_of(self.keys, ids, self.key_scales, self.keys_transposed)
-            return keys, self._rows_of(self.values, ids, self.value_scales)
+            return keys.to(device), self._rows_of(self.values, ids, self.value_scales).to(device)
         width = self.page_size * self.head_dim
         if self.device.type != "cpu":
             ids = ids.to(self.device)
-            rows = (t.view(-1, width).index_select(0, ids).cpu() for t in (self.keys, self.values))
+            rows = (t.view(-1, width).index_select(0, ids).to(device) for t in (self.keys, self.values))
             keys, values = (t.view(-1, self.head_dim) for t in rows)
             return keys, values
         if out is None:
@@ -327,7 +332,7 @@ class PagePool:
         if transposed:
             taken = taken.view(-1, self.head_dim, self.page_size).transpose(1, 2)
         rows = taken.reshape(-1, self.head_dim)
-        return rows.cpu() if scales is None else (rows * scales.index_select(0, ids).view(-1, 1)).cpu()
+        return rows if scales is None else rows * scales.index_select(0, ids).view(-1, 1)
 
     def copy_pages(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy whole pages with everything in them."""
