@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from minikv.cache.copies import Copies, room_for
+
 _SPOILT = 0xFF  # of every byte; a NaN of every floating type
 
 
@@ -90,3 +92,37 @@ class LateStream:
 def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, which it shares."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def numbers(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def exercise(copies: Copies, rounds: int = 60, device: torch.device | str = "cpu", most: int = 40) -> int:
+    """Send tensors both ways at random, overwriting what they were made from; how many were refused. Fails
+    unless each arrives as it was when it was sent. most: numbers of the largest."""
+    choose, waiting, refused = random.Random(1), [], 0
+    for number in range(rounds):
+        pool = numbers(choose.randrange(1, most), number)
+        expected = pool.clone()
+        if choose.random() < 0.5:
+            pool = pool.to(device)
+            arriving = copies.leave(room_for([pool.nbytes]), lambda kept=pool: [kept.clone()])
+            pool.fill_(-1)  # the compute stream goes on
+            if arriving is not None:
+                waiting.append((arriving, expected))
+            refused += arriving is None
+        else:
+            came = copies.come([pool])
+            pool.fill_(-1)
+            assert came is None or torch.equal(came[0].cpu(), expected), "computed with what had not come"
+            refused += came is None
+        if waiting and choose.random() < 0.5:
+            arriving, expected = waiting.pop(choose.randrange(len(waiting)))
+            assert torch.equal(arriving.take()[0], expected), "took what had not arrived"
+    for arriving, expected in waiting:
+        assert torch.equal(arriving.take()[0], expected), "took what had not arrived"
+    while copies.num_flying:
+        copies.sweep()
+    assert copies._ring.in_use == 0
+    return refused

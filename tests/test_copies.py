@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,12 +11,12 @@ from demoting import Talk, demoting
 from hypothesis import given
 from hypothesis import strategies as st
 from keeping import LANES, PROMPTS, keep, run
-from late_stream import LateEvent, LateStream, bytes_of
+from late_stream import LateEvent, LateStream, bytes_of, exercise, numbers
 from swapping import make_tiers, nothing_left, preempted_often
 from tiny import drain, greedy, hot_bytes, tiny_decoder, tiny_engine
 
 from minikv.cache import copies as module
-from minikv.cache.copies import Copies, Ring, copies_for, room_for
+from minikv.cache.copies import Copies, Ring, copies_for
 from minikv.cache.entries import Places
 from minikv.cache.lanes import LaneStore
 from minikv.cache.pool import PagePool
@@ -74,40 +73,6 @@ def test_a_place_at_the_front_is_taken_while_the_end_is_in_use():
 
 
 # Copies
-
-
-def numbers(count: int, seed: int) -> torch.Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
-
-
-def exercise(copies: Copies, rounds: int = 60) -> int:
-    """Send tensors both ways at random, overwriting what they were made from; how many were refused. Fails
-    unless each arrives as it was when it was sent."""
-    choose, pool = random.Random(1), torch.empty(0)
-    waiting, refused = [], 0
-    for number in range(rounds):
-        pool = numbers(choose.randrange(1, 40), number)
-        expected = pool.clone()
-        if choose.random() < 0.5:
-            arriving = copies.leave(room_for([pool.nbytes]), lambda kept=pool: [kept.clone()])
-            pool.fill_(-1)  # the compute stream goes on
-            if arriving is not None:
-                waiting.append((arriving, expected))
-            refused += arriving is None
-        else:
-            came = copies.come([pool])
-            pool.fill_(-1)
-            assert came is None or torch.equal(came[0], expected), "computed with what had not come"
-            refused += came is None
-        if waiting and choose.random() < 0.5:
-            arriving, expected = waiting.pop(choose.randrange(len(waiting)))
-            assert torch.equal(arriving.take()[0], expected), "took what had not arrived"
-    for arriving, expected in waiting:
-        assert torch.equal(arriving.take()[0], expected), "took what had not arrived"
-    while copies.num_flying:
-        copies.sweep()
-    assert copies._ring.in_use == 0
-    return refused
 
 
 @pytest.mark.parametrize("seed", range(8))
