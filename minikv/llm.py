@@ -66,6 +66,7 @@ class LLM:
         For the CPU.
     dtype: of weights and activations on a CUDA device, in the place of `weights`: `auto`, `bf16`, `fp16` or
         `fp32`; `auto` is the file's own if that has 16 bits, or else bf16.
+    cuda_graphs: on a CUDA device, replay decode steps from graphs that are captured as they come up.
     max_context: tokens of one sequence that may be held; None is the model's own limit.
     max_seqs: sequences that hold KV at once. prefill_chunk, max_batch_tokens: rows per step.
     threads: compute threads; None is one per physical core that the process may use.
@@ -92,6 +93,7 @@ class LLM:
         prefill_chunk: int = 512,
         max_batch_tokens: int | None = None,
         threads: int | None = None,
+        cuda_graphs: bool = True,
         progress: bool = False,
     ):
         started = time.perf_counter()
@@ -111,6 +113,7 @@ class LLM:
             revision=revision,
             offline=offline,
             threads=threads,
+            cuda_graphs=cuda_graphs,
             progress=progress,
         )
         finder = ProfileFinder(loaded)

@@ -14,6 +14,7 @@ from minikv.memory import available_bytes, is_shortage, shortage
 from minikv.models.build import build_decoder, check_dtype_name, weight_bytes, weights_kind
 from minikv.models.config import ModelConfig
 from minikv.models.decoder import Decoder
+from minikv.models.graphs import CudaGraphs
 from minikv.models.packed_decoder import PackedDecoder
 from minikv.models.sources import OpenModel, open_model, resolve_model
 from minikv.text.tokenizer import Tokenizer
@@ -59,6 +60,7 @@ def load_model(
     revision: str | None = None,
     offline: bool = False,
     threads: int | None = None,
+    cuda_graphs: bool = True,
     progress: bool = False,
 ) -> LoadedModel:
     """Find, fetch if needed, check and load a model; the arguments are those of `LLM`.
@@ -85,6 +87,10 @@ def load_model(
     try:
         kind = weights_kind(weights, dtype, opened.config.dtype, kernels)
         decoder = _load_weights(opened, kernels, kind, free_bytes)
+        # The plans of other kernels cannot be used again.
+        if cuda_graphs and kernels.device.type == "cuda" and kernels.name == "triton":
+            assert isinstance(decoder, Decoder)
+            decoder.use_graphs(CudaGraphs())
     finally:
         opened.weights.close()
     return LoadedModel(

@@ -116,6 +116,36 @@ def test_a_session_goes_from_the_cpu_to_the_device_and_back(model, backend, cach
         check_moved(here, there, cache, tmp_path)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("policy", [None, "snapkv", "gracekv"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_graphs_change_nothing(model, dtype, policy, kv_dtype):
+    """One request has a bucket of its own size; of six in a batch of eight the matrices are multiplied with
+    other numbers of rows, by which a last bit may differ."""
+    limits: dict[str, Any] = {} if policy is None else {"policy": policy, "budget": 0.5, "decode_slack": 4}
+    cache = CacheConfig(kv_dtype=kv_dtype, recent=8, window=8, **limits)
+    alone, together = [], []
+    for graphs in (False, True):
+        with load(model, "triton", dtype=dtype, cache=cache, cuda_graphs=graphs) as llm:
+            alone.append(replies(llm))
+            together.append(replies(llm, together=True))
+            recorded = llm.engine.model.graphs
+    assert recorded.num_replayed > 6 * PARAMS.max_tokens and not recorded._failed
+    assert alone[0] == alone[1]
+    assert agreement(together[1], together[0]) >= (0.9 if dtype == "fp32" else 0.6)
+
+
+def test_a_graph_serves_lanes_that_outgrow_its_bucket(model):
+    ids = [3 + n % 90 for n in range(1015)]
+    said = []
+    for graphs in (False, True):
+        with load(model, "triton", dtype="bf16", cuda_graphs=graphs) as llm:
+            said.append(llm.generate(ids, PARAMS)[0].token_ids)
+            recorded = llm.engine.model.graphs
+    assert said[0] == said[1]
+    assert {bucket.entries for bucket in recorded._steps} == {1024, 2048}
+
+
 @every_backend
 @pytest.mark.parametrize("policy", [None, "snapkv", "gracekv"])
 def test_streams_change_nothing(model, backend, policy):

@@ -54,6 +54,8 @@ class PagePool:
     but the system backs a page with memory only when it is first written, and gets the memory of long
     runs of freed pages back.
 
+    scratch: whether there is one page more, behind all others, that may be written to and that nobody reads;
+    its id is `scratch` then, which is None otherwise.
     kernels: a backend's own way to rewrite entries, if it has one. device: where the tensors are; ids,
     slots and rows come and go on the host all the same.
     """
@@ -68,13 +70,14 @@ class PagePool:
         keys_transposed: bool = False,
         kernels: EntryKernels | None = None,
         device: torch.device | str = "cpu",
+        scratch: bool = False,
     ):
-        entries = (num_pages + 1, page_size)
+        entries = (num_pages + 1 + scratch, page_size)
         key_page = (head_dim, page_size) if keys_transposed else (page_size, head_dim)
         scaled = dtype == torch.int8
         self.device = torch.device(device)
         try:
-            keys = self._zeros((num_pages + 1, *key_page), dtype)
+            keys = self._zeros((entries[0], *key_page), dtype)
             values = self._zeros((*entries, head_dim), dtype)
             scales = [self._zeros(entries, torch.float32) for _ in range(2 * scaled)]
             masses, positions = self._zeros(entries, torch.float32), self._zeros(entries, torch.int32)
@@ -91,6 +94,7 @@ class PagePool:
         self.value_scales = scales[1].tensor if scaled else None
         self.log_mass, self.positions = masses.tensor, positions.tensor
         self.num_pages = num_pages
+        self.scratch = num_pages + 1 if scratch else None
         self.page_size = page_size
         self.head_dim = head_dim
         self.dtype = dtype

@@ -120,6 +120,13 @@ ENGINE = (
         metavar="TYPE",
     ),
     Option("threads", "int", "CPU threads."),
+    Option(
+        "cuda_graphs",
+        "switch",
+        "On cuda, replay decode steps from graphs of them.",
+        "on",
+        flag="--cuda-graphs",
+    ),
     Option("max_seqs", "int", "Sequences that hold KV at once.", "16"),
     Option("prefill_chunk", "int", "Most prompt tokens of one sequence per step.", "512"),
     Option("max_batch_tokens", "int", "Most tokens per step, all sequences together."),

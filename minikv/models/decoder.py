@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from minikv.kernels.backend import CPU, AttentionBackend
 from minikv.kernels.batch import Batch
 from minikv.models.basis import Basis, FourierBasis, PlainBasis
 from minikv.models.config import ModelConfig
+from minikv.models.graphs import DecodeGraphs, Graph
 from minikv.models.int8_linear import Int8Linear, activation_levels
 from minikv.models.linear import DenseLinear, DeviceLinear, Linear
 from minikv.models.rope import Rope
@@ -70,6 +72,13 @@ class Decoder:
         rounded = any(isinstance(matrix, Int8Linear) for matrix in self._matrices)
         self._attention_dtype = torch.float64 if rounded else torch.float32
         self._attention_dtype = loader.device_dtype or self._attention_dtype
+        self.graphs: DecodeGraphs | None = None
+
+    def use_graphs(self, make: Callable[[], Graph]) -> None:
+        """Capture decode steps as graphs of those that `make` makes, and replay them. For a backend that can
+        use its plans again."""
+        backend: Any = self.backend
+        self.graphs = DecodeGraphs(self._through_layers, backend, make)
 
     @property
     def _matrices(self) -> list[Linear]:
@@ -103,15 +112,24 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden_states(self, batch: Batch) -> Tensor:
-        """Normalised last hidden states [T, width] float32 of every row, in the decoder's basis."""
-        config, backend = self.config, self.backend
-        heads = config.num_query_heads + 2 * config.num_kv_heads
+        """Normalised last hidden states [T, width] float32 of every row, in the decoder's basis, until the
+        next pass."""
+        config = self.config
         cos, sin = self.rope.cos_sin(batch.positions, batch.rope_lengths)
         batch.cos, batch.sin = cos.to(self.device), sin.to(self.device)
         batch.pool.write_entries(batch.slots, batch.positions)
         batch.make_room_for_captures(config.num_layers, config.num_query_heads, config.head_dim)
-        backend.plan(batch)
         hidden = self.basis.hidden(self.embedding.lookup(batch.token_ids).to(self.device))
+        if self.graphs is not None and (found := self.graphs.replay(hidden, batch)) is not None:
+            return found
+        self.backend.plan(batch)
+        return self._through_layers(hidden, batch)
+
+    def _through_layers(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Normalised last hidden states of rows whose embeddings are `hidden`, which is overwritten; the
+        batch has its angles and its plan."""
+        config, backend = self.config, self.backend
+        heads = config.num_query_heads + 2 * config.num_kv_heads
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(self._normalised(hidden)).view(batch.num_rows, heads, config.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:

@@ -119,6 +119,13 @@ class TritonBackend:
         q, k, v = out.split([query_heads, kv_heads, kv_heads], dim=1)
         return q, k, v
 
+    def refill(self, plan: _Plan, batch: Batch) -> None:
+        """Put tables, lengths and slots of a batch in the place of a plan's, in the plan's memory; see
+        `minikv.models.graphs.Refilling`. What was in wider tables stays, past the end of every lane."""
+        plan.tables[..., : batch.lane_pages.shape[-1]].copy_(batch.lane_pages)
+        plan.past_lengths.copy_(batch.past_lengths)
+        plan.slots.copy_(batch.slots)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.attend`; keys and values are read from the pool, where they are rounded."""
         plan: _Plan = batch.plan
