@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -68,16 +67,15 @@ class Place:
 
     start: int
     stop: int
-    given_back: bool = False
 
 
 class Ring:
-    """Places in a stretch of `size` bytes, handed out in turn and given back in any order. What was given
-    back is free again once all places before it were, too."""
+    """Places in a stretch of `size` bytes, handed out in turn and given back in any order. Nothing is taken
+    that lies behind the oldest place in use: so the free bytes need no list."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._places: deque[Place] = deque()  # the oldest first
+        self._places: list[Place] = []  # the oldest first
         self._next = 0
 
     def take(self, nbytes: int) -> Place | None:
@@ -99,15 +97,12 @@ class Ring:
 
     def give_back(self, place: Place) -> None:
         """Let go of a place."""
-        assert not place.given_back, "a place was given back twice"
-        place.given_back = True
-        while self._places and self._places[0].given_back:
-            self._places.popleft()
+        self._places.remove(place)
 
     @property
     def in_use(self) -> int:
         """Places that were not given back."""
-        return sum(not place.given_back for place in self._places)
+        return len(self._places)
 
 
 @dataclass(eq=False)
