@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -181,6 +181,7 @@ def test_rows_of_nobody_write_to_the_scratch_page_and_read_nothing_else():
     assert wider.row_starts == list(range(9))
     assert set(wider.slots[..., 3:].reshape(-1).tolist()) == {talks.pool.scratch * PAGE}
     assert torch.equal(wider.slots[..., :3], batch.slots)
+    assert torch.equal(wider.slots, replace(wider).slots)  # as they follow from tables and lengths
     assert set(wider.lane_pages[3:].reshape(-1).tolist()) == {0, talks.pool.scratch}
     assert not wider.past_lengths[3:].any()
     before = talks.pool.values.clone()

@@ -96,9 +96,12 @@ def padded(batch: Batch, rows: int) -> Batch:
     tables = batch.lane_pages.new_zeros(missing, *batch.lane_pages.shape[1:])
     tables[..., 0] = scratch
     lengths = batch.past_lengths.new_zeros(missing, *batch.past_lengths.shape[1:])
-    return _tables_of(
+    wider = _tables_of(
         batch, torch.cat((batch.lane_pages, tables)), torch.cat((batch.past_lengths, lengths)), batch.has_mass
     )
+    slots = batch.slots.new_full((*batch.slots.shape[:2], missing), scratch * batch.pool.page_size)
+    wider.slots = torch.cat((batch.slots, slots), dim=-1)
+    return wider
 
 
 def _tables_of(batch: Batch, lane_pages: Tensor, past_lengths: Tensor, has_mass: Sequence[bool]) -> Batch:
