@@ -7,12 +7,17 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from model_files import write_directory
 from recorded_graph import RecordedGraph, RefusingGraph
+from tiny import tiny_decoder
 from torch import Tensor
 
 from minikv.cache.lanes import LaneStore
 from minikv.cache.pool import PagePool
+from minikv.config import CacheConfig
 from minikv.kernels.batch import Batch
+from minikv.kernels.torch_cpu import TorchBackend
+from minikv.loading import load_model
 from minikv.models import graphs as module
 from minikv.models.graphs import Bucket, CudaGraphs, DecodeGraphs, bucket_of, padded
 from minikv.scheduler.batching import Rows, batch_of
@@ -306,3 +311,22 @@ def test_graphs_of_a_device_share_their_memory_as_long_as_there_is_one(monkeypat
     assert make()._memory == 0
     del second
     assert make()._memory == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "asked", "has"),
+    [
+        ("triton", "cuda", True, True),
+        ("triton", "cuda", False, False),
+        ("triton", "cpu", True, False),
+        ("another", "cuda", True, False),
+    ],
+)
+def test_a_model_that_is_loaded_has_graphs_where_they_can_be(name, device, asked, has, tmp_path, monkeypatch):
+    kernels = TorchBackend()
+    monkeypatch.setattr(kernels, "name", name, raising=False)
+    monkeypatch.setattr(kernels, "device", torch.device(device), raising=False)
+    monkeypatch.setattr("minikv.loading.choose_backend", lambda *_: (kernels, "as asked"))
+    monkeypatch.setattr("minikv.loading._load_weights", lambda *_: tiny_decoder())
+    loaded = load_model(write_directory(tmp_path), CacheConfig(), 1 << 30, cuda_graphs=asked)
+    assert (loaded.decoder.graphs is not None) == has
