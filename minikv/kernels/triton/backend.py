@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,7 +120,7 @@ class TritonBackend:
         q, k, v = out.split([query_heads, kv_heads, kv_heads], dim=1)
         return q, k, v
 
-    def refill(self, plan: _Plan, batch: Batch) -> None:
+    def refill(self, plan: Any, batch: Batch) -> None:
         """Put tables, lengths and slots of a batch in the place of a plan's, in the plan's memory; see
         `minikv.models.graphs.Refilling`. What was in wider tables stays, past the end of every lane."""
         plan.tables[..., : batch.lane_pages.shape[-1]].copy_(batch.lane_pages)
@@ -160,9 +161,8 @@ class TritonBackend:
     ) -> None:
         plan, (query_heads, head_dim) = batch.plan, q.shape[1:]
         group, int8 = query_heads // plan.kv_heads, batch.pool.dtype == torch.int8
-        dot = _dot_dtype(q.dtype, batch.pool.dtype)
         shape = shapes.chunk_shape(head_dim, int8)
-        if dot == torch.float32 and not interpreted():
+        if _dot_dtype(q.dtype, batch.pool.dtype) == torch.float32 and not interpreted():
             shape = shapes.float32_shape(group)
         elif members.max_count == 1:
             shape = shapes.decode_shape(head_dim, group, int8)
@@ -174,7 +174,7 @@ class TritonBackend:
             KV_HEADS=plan.kv_heads, GROUP=group, ROWS=shape.rows,
             D=head_dim, PADDED_D=shapes.padded(head_dim), PAGE=batch.pool.page_size, ENTRIES=shape.entries,
             SPLIT=members.split, HAS_MASS=members.has_mass,
-            INT8=int8, DOT=_DOT_TYPES[dot],
+            INT8=int8, DOT=_DOT_TYPES[_dot_dtype(q.dtype, batch.pool.dtype)],
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
 
