@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -236,6 +237,8 @@ def decoder():
 
 
 def with_copies(engine, seed=0, nbytes=1 << 20):
+    """An engine with late copies. To check after a step is to wait for them: every other seed does not."""
+    engine.config = replace(engine.config, debug_checks=seed % 2 == 0)
     engine.store.pool.copies = Copies(LateStream(seed), nbytes)
     return engine
 
@@ -278,7 +281,7 @@ def test_a_conversation_that_demotes_says_what_it_would_have_said(decoder):
     said = []
     for beside in (False, True):
         engine = tiny_engine(decoder, tiers=TierConfig(warm="8MiB"))
-        talk = Talk(with_copies(engine) if beside else engine, demoting("snapkv", 14))
+        talk = Talk(with_copies(engine, 1) if beside else engine, demoting("snapkv", 14))
         said.append([talk.ask(seed, steps=3)[0] for seed in range(4)])
     assert said[0] == said[1]
     assert engine.tier_stats["copies_beside"] > 8
