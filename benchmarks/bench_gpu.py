@@ -33,6 +33,7 @@ from minikv.kernels.triton.probe import interpreted
 from minikv.models.config import ModelConfig, RopeConfig, expected_shapes
 from minikv.models.decoder import Decoder
 from minikv.models.embedding import DenseEmbedding
+from minikv.models.graphs import CudaGraphs
 from minikv.sampling import SamplingParams
 from minikv.scheduler.request import TokenEvent
 
@@ -264,6 +265,8 @@ def engine_of(sizes: Sizes, backend: Any) -> Engine:
     """An engine over random weights."""
     kind = "f32" if interpreted() else "bf16"
     decoder = Decoder(sizes.model, RandomWeights(sizes.model), backend, kind)
+    if backend.device.type == "cuda" and backend.name == "triton":
+        decoder.use_graphs(CudaGraphs())
     config = EngineConfig(max_seqs=64, tiers=TierConfig(hot="8MiB" if interpreted() else "8GiB"))
     dtype = torch.float32 if interpreted() else torch.bfloat16
     return Engine(
@@ -302,12 +305,16 @@ def bench_engine(sizes: Sizes, time_of: Timer, backend: Any) -> None:
     """Tokens per second end to end, prompts included."""
     engine = engine_of(sizes, backend)
     rival = transformers_model(sizes.model, backend.device)
-    print("end to end  sequences  prompt  reply  tokens/s  transformers  ratio")
+    print("end to end  sequences  prompt  reply  tokens/s  without graphs  transformers  ratio")
     few = Timer(backend.device, min(3, time_of.rounds))
     for sequences, length, reply in sizes.engine:
         prompts = torch.randint(3, sizes.model.vocab_size, (sequences, length)).tolist()
         ours = sequences * reply / few(lambda p=prompts, n=reply: generate(engine, p, n))
-        beside = "-"
+        eager, beside = f"{'-':>14}", "-"
+        graphs, engine.model.graphs = engine.model.graphs, None
+        if graphs is not None:
+            eager = f"{sequences * reply / few(lambda p=prompts, n=reply: generate(engine, p, n)):14.0f}"
+        engine.model.graphs = graphs
         if rival is not None:
             ids = torch.tensor(prompts, device=backend.device)
             options = {
@@ -319,7 +326,7 @@ def bench_engine(sizes: Sizes, time_of: Timer, backend: Any) -> None:
             options["attention_mask"] = torch.ones_like(ids)
             theirs = sequences * reply / few(lambda i=ids, o=options: rival.generate(i, **o))
             beside = f"{theirs:12.0f} {ours / theirs:6.2f}"
-        print(f"{sequences:21} {length:7} {reply:6} {ours:9.0f}  {beside}")
+        print(f"{sequences:21} {length:7} {reply:6} {ours:9.0f}  {eager}  {beside}")
 
 
 def backend_of(name: str, device: torch.device) -> Any:

@@ -61,6 +61,7 @@ class Case:
 def cases(head_dims: list[int]) -> list[Case]:
     """Every head size with every kind of pool, and some groups and the other page size beside them."""
     kinds = [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True), (torch.int8, True)]
+    kinds.append((torch.float32, True))
     listed = [Case(head_dim, *kind) for head_dim, kind in product(head_dims, kinds)]
     others = ((7, 16), (16, 16), (1, 32), (8, 32))
     return listed + [Case(head_dims[0], torch.bfloat16, True, *other) for other in others]
@@ -174,7 +175,7 @@ def batch_of(case: Case) -> Batch:
 def compile_case(case: Case, backend: Any) -> None:
     """Launch, that is compile, everything that a step and a compression do."""
     batch = batch_of(case)
-    dtype = torch.float16 if case.dtype == torch.float16 else torch.bfloat16
+    dtype = torch.bfloat16 if case.dtype == torch.int8 else case.dtype
     backend.plan(batch)
     qkv = torch.zeros(batch.num_rows, 2 * case.group + 4, case.head_dim, dtype=dtype)
     new = backend.rotate_and_write(qkv, batch, 0)

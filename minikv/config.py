@@ -181,6 +181,8 @@ class TierConfig:
         process at a time.
     error: relative error that keys and values of demoted entries may have (Frobenius norm of a lane's rows in
         a span); 0 for exact rows. Prefixes and sequences that leave the pool whole are always exact.
+    async_copies: on a CUDA device, copy between the pool and the warm tier beside the computation, by way of
+        pinned memory that counts as part of `warm`. Changes nothing that is computed.
     prefixes: keep what prompts begin with in the tiers below, so that other prompts which begin with the same
         tokens do not compute it again, in this run or with a cold file in a later one.
     """
@@ -190,6 +192,7 @@ class TierConfig:
     cold: str | None = None
     error: float = 0.0
     prefixes: bool = True
+    async_copies: bool = True
 
     def __post_init__(self) -> None:
         if self.hot is not None:
@@ -202,6 +205,8 @@ class TierConfig:
             raise ConfigError(f"kv_error must be a number from 0 to below 1, not {shown(self.error)}.")
         if not isinstance(self.prefixes, bool):
             raise ConfigError(f"prefixes must be true or false, not {shown(self.prefixes)}.")
+        if not isinstance(self.async_copies, bool):
+            raise ConfigError(f"async_copies must be true or false, not {shown(self.async_copies)}.")
 
     @property
     def below(self) -> bool:

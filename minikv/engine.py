@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.compress import Compressor, Ranges
+from minikv.cache.copies import copies_for
 from minikv.cache.spans.zoom import Counters, zoom_in
 from minikv.cache.tiers.below import Below
 from minikv.cache.tiers.storage import Storage
@@ -25,7 +26,7 @@ from minikv.config import CacheConfig, EngineConfig, check_ranges
 from minikv.errors import ConfigError, MinikvError
 from minikv.kernels.backend import CPU, EntryKernels
 from minikv.kernels.batch import Batch
-from minikv.memory import make_store, resolve_context
+from minikv.memory import is_shortage, make_store, resolve_context, shortage
 from minikv.models.config import ModelConfig
 from minikv.results import FinishReason
 from minikv.sampling import Sample, Sampler, SamplingParams, sample_batch
@@ -80,7 +81,10 @@ class Engine:
         )
         self.storage: Storage | None = None
         if config.tiers.below:
-            self.storage = Storage.of(config.tiers, fingerprint, shape, self.model.rope, kv_dtype)
+            copies = copies_for(device, config.tiers.warm_bytes) if config.tiers.async_copies else None
+            self.store.pool.copies = copies
+            taken = 0 if copies is None else copies.nbytes
+            self.storage = Storage.of(config.tiers, fingerprint, shape, self.model.rope, kv_dtype, taken)
         # Dynamic RoPE rotates a token for the length of its whole prompt once that is past the
         # original context; lanes of a shorter turn are then not what a fresh prompt would give.
         reuse_limit = shape.rope.original_context if shape.rope.kind == "dynamic" else None
@@ -198,14 +202,19 @@ class Engine:
         tiers."""
         if self.storage is None:
             return None
-        scheduler = self.scheduler
-        return self.storage.report() | {
-            "turns_restored": scheduler.num_restored,
-            "preemptions": scheduler.num_preemptions,
-            "reclaimed": scheduler.num_reclaimed,
-            "zoomed_rows": self.zoomed.rows,
-            "zoomed_bytes": self.zoomed.bytes,
-        }
+        scheduler, copies = self.scheduler, self.store.pool.copies
+        beside = {} if copies is None else copies.report()
+        return (
+            self.storage.report()
+            | beside
+            | {
+                "turns_restored": scheduler.num_restored,
+                "preemptions": scheduler.num_preemptions,
+                "reclaimed": scheduler.num_reclaimed,
+                "zoomed_rows": self.zoomed.rows,
+                "zoomed_bytes": self.zoomed.bytes,
+            }
+        )
 
     def close(self) -> None:
         """Close the tiers below the pool. Nothing may be asked of the engine after that."""
@@ -234,6 +243,8 @@ class Engine:
             self._sample([request], request.prompt_logits.unsqueeze(0).clone(), None)
         if plan:
             self._compute(plan)
+        if self.store.pool.copies is not None:
+            self.store.pool.copies.sweep()
         if self.config.debug_checks:
             self.store.check()
             for area in self.store.areas:
@@ -266,7 +277,7 @@ class Engine:
             _LOG.debug("a step failed", exc_info=True)
             # Lane lengths are unchanged, so only the requests of this step are lost.
             for item in plan:
-                self._finish(item.request, "error", _describe(error))
+                self._finish(item.request, "error", _describe(error, self.store.pool.device))
             return
         finished_prompts, rows, row = [], [], 0
         for item in plan:
@@ -334,7 +345,7 @@ class Engine:
                 )
             except Exception as error:
                 _LOG.debug("a compression failed", exc_info=True)
-                self._finish(request, "error", _describe(error))
+                self._finish(request, "error", _describe(error, self.store.pool.device))
                 return False
             request.compress_s += report.seconds
             if course.below is not None:
@@ -468,12 +479,13 @@ class _Order:
 LESS_MEMORY = "lower kv_hot, max_seqs or prefill_chunk"
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: Exception, device: torch.device) -> str:
     if isinstance(error, MinikvError):
         return str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"The device ran out of memory in a step; {LESS_MEMORY}."
-    if isinstance(error, MemoryError) or "allocate memory" in str(error):
-        return f"The machine ran out of memory in a step; {LESS_MEMORY}."
+    if is_shortage(error):
+        of_host = device.type == "cpu" or isinstance(error, MemoryError)
+        where = CPU if of_host else device
+        owner = "machine" if of_host else "device"
+        return f"The {owner} ran out of memory in a step{shortage(error, where)}; {LESS_MEMORY}."
     detail = (str(error).splitlines() or ["no message"])[0]
     return f"The step failed: {type(error).__name__}: {detail}"

@@ -63,6 +63,10 @@ class LLM:
     device: `auto`, `cpu` or `cuda`; `auto` is the CPU unless the backend is one for GPUs and there is one.
     backend: `auto`, `cpu` (compiled), `torch`, `reference`, `triton` or `flashinfer`.
     weights: `auto` keeps what the file has; `q4`, `q8`, `bf16`, `f32` convert (`torch`: `q8`, `f32`).
+        For the CPU.
+    dtype: of weights and activations on a CUDA device, in the place of `weights`: `auto`, `bf16`, `fp16` or
+        `fp32`; `auto` is the file's own if that has 16 bits, or else bf16.
+    cuda_graphs: on a CUDA device, replay decode steps from graphs that are captured as they come up.
     max_context: tokens of one sequence that may be held; None is the model's own limit.
     max_seqs: sequences that hold KV at once. prefill_chunk, max_batch_tokens: rows per step.
     threads: compute threads; None is one per physical core that the process may use.
@@ -81,6 +85,7 @@ class LLM:
         device: str = "auto",
         backend: str = "auto",
         weights: str = "auto",
+        dtype: str = "auto",
         revision: str | None = None,
         offline: bool = False,
         max_context: int | None = None,
@@ -88,6 +93,7 @@ class LLM:
         prefill_chunk: int = 512,
         max_batch_tokens: int | None = None,
         threads: int | None = None,
+        cuda_graphs: bool = True,
         progress: bool = False,
     ):
         started = time.perf_counter()
@@ -103,9 +109,11 @@ class LLM:
             device=device,
             backend=backend,
             weights=weights,
+            dtype=dtype,
             revision=revision,
             offline=offline,
             threads=threads,
+            cuda_graphs=cuda_graphs,
             progress=progress,
         )
         finder = ProfileFinder(loaded)
@@ -118,7 +126,7 @@ class LLM:
             keys_transposed=loaded.kernels.keys_transposed,
             find_profile=finder,
             # Weights in other bits, or other kernels, make other rows.
-            fingerprint=f"{loaded.fingerprint} {weights} {loaded.kernels.name} {loaded.instructions}",
+            fingerprint=f"{loaded.fingerprint} {loaded.weights} {loaded.kernels.name} {loaded.instructions}",
             entry_kernels=loaded.kernels.entries,
             device=loaded.kernels.device,
             find_router=finder.router,

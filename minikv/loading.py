@@ -10,10 +10,11 @@ import torch
 from minikv.config import CacheConfig, format_size
 from minikv.errors import ConfigError, ModelError, shown
 from minikv.kernels.backend import CPU, AttentionBackend, check_backend_name, choose_backend
-from minikv.memory import available_bytes
-from minikv.models.build import build_decoder, check_weights_kind, weight_bytes
+from minikv.memory import available_bytes, is_shortage, shortage
+from minikv.models.build import DTYPES, build_decoder, check_dtype_name, weight_bytes, weights_kind
 from minikv.models.config import ModelConfig
 from minikv.models.decoder import Decoder
+from minikv.models.graphs import CudaGraphs
 from minikv.models.packed_decoder import PackedDecoder
 from minikv.models.sources import OpenModel, open_model, resolve_model
 from minikv.text.tokenizer import Tokenizer
@@ -26,7 +27,8 @@ MAX_THREADS = 256
 class LoadedModel:
     """A decoder on its backend, with the tokenizer and identity of its model.
 
-    kv_dtype, page_size: how its KV entries are to be stored. reason: why this backend, as a clause.
+    kv_dtype, page_size: how its KV entries are to be stored. reason: why this backend, as a clause. weights:
+    what the weights were made, as asked on the CPU, `bf16`, `f16` or `f32` on a device.
     """
 
     name: str
@@ -38,6 +40,7 @@ class LoadedModel:
     reason: str
     kv_dtype: torch.dtype
     page_size: int
+    weights: str = "auto"
 
     @property
     def instructions(self) -> str:
@@ -53,9 +56,11 @@ def load_model(
     device: str = "auto",
     backend: str = "auto",
     weights: str = "auto",
+    dtype: str = "auto",
     revision: str | None = None,
     offline: bool = False,
     threads: int | None = None,
+    cuda_graphs: bool = True,
     progress: bool = False,
 ) -> LoadedModel:
     """Find, fetch if needed, check and load a model; the arguments are those of `LLM`.
@@ -72,6 +77,7 @@ def load_model(
             )
         torch.set_num_threads(threads)
     check_backend_name(backend, device)
+    check_dtype_name(dtype)
     opened = open_model(
         resolve_model(os.fspath(model), revision=revision, offline=offline, progress=progress)
     )
@@ -81,14 +87,16 @@ def load_model(
         threads or default_threads(),
         opened.config.head_dim,
         cache.page_size,
-        cache.kv_dtype,
+        # Where all is in float32, so are queries, whatever entries are stored in.
+        "float32" if DTYPES.get(dtype) == "f32" else cache.kv_dtype,
     )
-    check_weights_kind(weights, kernels)
     try:
-        if kernels.device != CPU:
-            free_bytes = available_bytes(kernels.device)
-        _check_memory(opened, weight_bytes(opened.config, weights, kernels), free_bytes)
-        decoder = build_decoder(opened.config, opened.weights, kernels, weights)
+        kind = weights_kind(weights, dtype, opened.config.dtype, kernels)
+        decoder = _load_weights(opened, kernels, kind, free_bytes)
+        # The plans of other kernels cannot be used again.
+        if cuda_graphs and kernels.device.type == "cuda" and kernels.name == "triton":
+            assert isinstance(decoder, Decoder)
+            decoder.use_graphs(CudaGraphs())
     finally:
         opened.weights.close()
     return LoadedModel(
@@ -99,23 +107,39 @@ def load_model(
         decoder,
         kernels,
         reason,
-        _kv_dtype(cache.kv_dtype, kernels),
+        _kv_dtype(cache.kv_dtype, kernels, kind),
         cache.page_size or kernels.page_size,
+        kind,
     )
 
 
-def _kv_dtype(name: str, backend: AttentionBackend) -> torch.dtype:
+def _kv_dtype(name: str, backend: AttentionBackend, weights: str) -> torch.dtype:
     if name == "auto":
         if backend.device != CPU:
-            return torch.bfloat16
+            return {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[weights]
         return torch.float16 if backend.name == "cpu" else torch.float32
     return getattr(torch, name)
 
 
-def _check_memory(model: OpenModel, needed: int, free: int) -> None:
-    """Refuse a model whose weights cannot fit, before the system has to kill something."""
-    if needed > free:
-        raise ModelError(
-            f"{model.name} needs {format_size(needed)} for its weights, and {format_size(free)} are free; "
-            "use a smaller model or weights in fewer bits, or free some memory."
-        )
+def _load_weights(
+    model: OpenModel, backend: AttentionBackend, kind: str, free: int
+) -> Decoder | PackedDecoder:
+    """The decoder. ModelError with the bytes where its weights cannot fit, before the system has to kill
+    something, or turn out not to."""
+    needed, device = weight_bytes(model.config, kind, backend), backend.device
+    try:
+        if device != CPU:
+            free = available_bytes(device)
+        if needed <= free:
+            return build_decoder(model.config, model.weights, backend, kind)
+        fault = f"and {format_size(free)} are free"
+    except (MemoryError, RuntimeError) as error:
+        if not is_shortage(error):
+            raise
+        fault = f"and memory ran out{shortage(error, CPU if isinstance(error, MemoryError) else device)}"
+    where = "" if device == CPU else f" on device {device.type}"
+    instead = "weights in fewer bits" if device == CPU else "dtype bf16"
+    raise ModelError(
+        f"{model.name} needs {format_size(needed)} for its weights{where}, {fault}; use a smaller model or "
+        f"{instead}, or free some memory."
+    )

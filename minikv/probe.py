@@ -67,6 +67,7 @@ class Probe:
         self.config = loaded.config
         self.model = loaded.decoder
         self.backend_name = loaded.kernels.name
+        self.weights = loaded.weights
         self.kv_dtype = loaded.kv_dtype
         self.max_context = resolve_context(max_context, loaded.config.max_context)
         self.store = make_store(

@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 # One that torch does not try to start.
 DEVICE = torch.device("lazy", 0)
 _INDICES_MAY_DIFFER = ("aten::index", "aten::index_put_", "aten::index_put")
+_LOOKS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero")
+_crossing = [True]
 _COPIES = ("aten::copy_", "aten::_to_copy")
 
 
@@ -53,6 +55,19 @@ def _is_distant(device) -> bool:
     return device is not None and torch.device(device).type == DEVICE.type
 
 
+def _refuse_crossing(func, args, kwargs, distant) -> None:
+    to, name = kwargs.get("device"), func._schema.name
+    crosses = to is not None and _is_distant(to) != bool(distant) and name == "aten::_to_copy"
+    if name == "aten::copy_":
+        crosses = isinstance(args[0], Distant) != isinstance(args[1], Distant)
+    if name in _INDICES_MAY_DIFFER:
+        indices = [t for t in tree_flatten(args[1:])[0] if isinstance(t, torch.Tensor)]
+        crosses = bool(distant) and any(not isinstance(t, Distant) and t.dim() for t in indices)
+    looks = name in _LOOKS and distant
+    if crosses or looks:
+        raise RuntimeError(f"{name}: the host and the device meet")
+
+
 def _call(func, args, kwargs):
     tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
     distant = [t for t in tensors if isinstance(t, Distant)]
@@ -62,6 +77,8 @@ def _call(func, args, kwargs):
         indices_only = name in _INDICES_MAY_DIFFER and isinstance(args[0], Distant)
         if not (indices_only and all(not t.is_floating_point() for t in others)):
             raise RuntimeError(f"{name}: tensors of the host and of the device")
+    if not _crossing[-1]:
+        _refuse_crossing(func, args, kwargs, distant)
     to = kwargs.get("device")
     stays = bool(distant) if to is None else _is_distant(to)
     if name == "aten::copy_":
@@ -86,6 +103,16 @@ class _Kernel:
 
     def __getitem__(self, grid):
         return lambda *args, **kwargs: self.kernel[grid](*map(near, args), **kwargs)
+
+
+@contextmanager
+def nothing_crosses():
+    """Nothing may go from the host to the device or back, and nobody may look inside: what a graph needs."""
+    _crossing.append(False)
+    try:
+        yield
+    finally:
+        _crossing.pop()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pretended_device import DEVICE, Distant, near, pretended_device
 from tiny import TINY, RandomWeights, drain, greedy, prompt
 from triton_tools import HEAD_DIMS, INTERPRETED_ONLY  # before the kernels: it skips if there is no triton
 
+from minikv.cache.compress import Compressor
 from minikv.cache.lanes import LaneStore
 from minikv.cache.pool import PagePool
 from minikv.config import EngineConfig
@@ -69,10 +70,10 @@ class _OnDevice:
         return tuple(map(Distant, found))
 
 
-def talk(device, cache, kv_dtype, make=TritonBackend, **changes):
+def talk(device, cache, kv_dtype, kind, make=TritonBackend, **changes):
     """Two turns of a conversation, the second after the pages moved; what was said."""
     config = TINY.__class__(**{**TINY.__dict__, "head_dim": HEAD_DIMS[0], **changes})
-    decoder = Decoder(config, RandomWeights(config), make(device), "bf16")
+    decoder = Decoder(config, RandomWeights(config), make(device), kind)
     engine = Engine(
         decoder,
         EngineConfig(debug_checks=True, prefill_chunk=32),
@@ -93,19 +94,32 @@ def talk(device, cache, kv_dtype, make=TritonBackend, **changes):
 
 
 @pytest.mark.parametrize(
-    ("policy", "kv_dtype", "changes"),
+    ("policy", "kv_dtype", "kind", "changes"),
     [
-        (None, torch.bfloat16, {"qkv_bias": True, "architecture": "qwen2"}),
-        ("adakv", torch.bfloat16, {"qk_norm": True, "architecture": "qwen3"}),
-        ("gracekv", torch.int8, {}),
+        (None, torch.bfloat16, "bf16", {"qkv_bias": True, "architecture": "qwen2"}),
+        (None, torch.float32, "f32", {}),
+        ("adakv", torch.float16, "f16", {"qk_norm": True, "architecture": "qwen3"}),
+        ("expected", torch.bfloat16, "bf16", {}),
+        ("compresskv", torch.int8, "bf16", {}),
+        ("gracekv", torch.int8, "bf16", {}),
     ],
 )
-def test_nothing_of_a_pass_or_a_compression_is_left_behind(policy, kv_dtype, changes, monkeypatch):
+def test_nothing_of_a_pass_or_a_compression_is_left_behind(policy, kv_dtype, kind, changes, monkeypatch):
     cache = None if policy is None else keep(policy, 0.4, refit=policy == "gracekv")
-    expected, _ = talk(CPU, cache, kv_dtype, **changes)
+    expected, _ = talk(CPU, cache, kv_dtype, kind, **changes)
+    seen, view = [], Compressor.view
+
+    def watched(self, *args, **options):
+        found = view(self, *args, **options)
+        seen.append(isinstance(found.keys, Distant))
+        return found
+
+    monkeypatch.setattr(Compressor, "view", watched)
     with pretended_device(monkeypatch, KERNELS):
-        said, pool = talk(DEVICE, cache, kv_dtype, **changes)
+        said, pool = talk(DEVICE, cache, kv_dtype, kind, **changes)
     assert said == expected
+    # Trees are made on the host; scores where the keys are.
+    assert set(seen) == (set() if policy is None else {policy != "gracekv"})
     assert all(isinstance(t, Distant) for t in (pool.keys, pool.values, pool.log_mass, pool.positions))
 
 
@@ -114,12 +128,12 @@ def test_nothing_that_flashinfer_reads_is_left_behind(policy, monkeypatch):
     monkeypatch.setattr(shares, "TAIL", 3)
     library = Recording(documented())
     cache = None if policy is None else keep(policy, 0.4, refit=True)
-    expected, _ = talk(CPU, cache, torch.bfloat16, lambda device: FlashInferBackend(library, device))
+    expected, _ = talk(CPU, cache, torch.bfloat16, "bf16", lambda device: FlashInferBackend(library, device))
     calls = len(library.calls)
     assert library.count("run")
     with pretended_device(monkeypatch, KERNELS):
         backend = FlashInferBackend(OnDevice(library), DEVICE)
-        said, _ = talk(DEVICE, cache, torch.bfloat16, lambda device: backend)
+        said, _ = talk(DEVICE, cache, torch.bfloat16, "bf16", lambda device: backend)
     assert said == expected and not backend._broken
     assert len(library.calls) == 2 * calls
 

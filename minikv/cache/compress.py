@@ -36,7 +36,7 @@ from minikv.cache.showing import for_refit, joined, shown_to
 from minikv.cache.spans.codes import Basis
 from minikv.config import CacheConfig
 from minikv.errors import ConfigError
-from minikv.kernels.backend import AttentionBackend
+from minikv.kernels.backend import CPU, AttentionBackend
 from minikv.models.config import ModelConfig
 from minikv.models.rope import Rope
 
@@ -146,7 +146,7 @@ class Compressor:
     def __init__(self, store: LaneStore, model: Weights):
         self.store = store
         self.model = model
-        self._grams: dict[int, Tensor] = {}
+        self._grams: dict[tuple[int, torch.device], Tensor] = {}
 
     @torch.inference_mode()
     def compress(
@@ -211,19 +211,20 @@ class Compressor:
         recorded: Recorded,
         output: bool = True,
         gram: bool = False,
+        device: torch.device = CPU,
     ) -> LayerView:
         """One layer of a sequence as policies see it; without `output` its output_weight is empty, without
-        `gram` its output_gram None."""
+        `gram` its output_gram None. device: where its tensors are, the host or the pool's own."""
         store, pool = self.store, self.store.pool
         lengths = torch.from_numpy(store.lengths[seq, layer]).long()
         heads, longest = len(lengths), int(lengths.max())
         pages = torch.from_numpy(store.pages[seq, layer, :, : -(-longest // pool.page_size)]).long()
-        keys, values = pool.read_pages(pages.reshape(-1))
+        keys, values = pool.read_pages(pages.reshape(-1), device=device)
         valid = torch.arange(longest) < lengths[:, None]
         slots = (pages.unsqueeze(-1) * pool.page_size + torch.arange(pool.page_size)).view(heads, -1)
         log_mass, positions = pool.masses_and_positions(slots[:, :longest])
         queries, query_heads, norms = recorded.queries, recorded.query_heads, recorded.residual_norms
-        return LayerView(
+        view = LayerView(
             layer=layer,
             keys=keys.view(heads, -1, pool.head_dim)[:, :longest].float(),
             values=values.view(heads, -1, pool.head_dim)[:, :longest].float(),
@@ -241,16 +242,18 @@ class Compressor:
             future_queries=self._future(recorded, layer, num_tokens),
             statistics=recorded.statistics(layer),
             surprisal=recorded.surprisal,
-            output_gram=self._gram(layer) if gram else None,
+            output_gram=self._gram(layer, device) if gram else None,
             slots=self.model.backend.slots,
             kv_dtype=pool.dtype,
         )
+        return view.on(device)
 
-    def _gram(self, layer: int) -> Tensor:
+    def _gram(self, layer: int, device: torch.device) -> Tensor:
         """Of the layer's output projection, made once: it depends on weights alone."""
-        if layer not in self._grams:
-            self._grams[layer] = output_gram(self.model.output_weight(layer), self.store.pool.head_dim)
-        return self._grams[layer]
+        if (layer, device) not in self._grams:
+            gram = output_gram(self.model.output_weight(layer), self.store.pool.head_dim)
+            self._grams[layer, device] = gram.to(device)
+        return self._grams[layer, device]
 
     def _future(self, recorded: Recorded, layer: int, num_tokens: int) -> Tensor | None:
         """Recorded queries rotated to positions yet to come: [query_heads, F, head_dim]."""
@@ -343,19 +346,20 @@ class Compressor:
         return select(scores, _allocate_pages(task.policy, question, task.ceiling, task.room))
 
     def _scores(self, task: _Task) -> list[Tensor]:
-        """Per layer [kv_heads, n] float32, +inf for protected entries and -inf past a lane's end."""
+        """Per layer [kv_heads, n] float32, +inf for protected entries and -inf past a lane's end. They are
+        computed where the pool is, and come to the host."""
         scores = []
         for layer in range(len(task.lengths)):
-            view = self._view(task, layer)
-            given = task.policy.score(view).float()
+            view = self._view(task, layer, self.store.pool.device)
+            given = task.policy.score(view).to(CPU, torch.float32)
             given = given.masked_fill(task.protected_of(layer), torch.inf)
-            scores.append(given.masked_fill(~view.valid, -torch.inf))
+            scores.append(given.masked_fill(~task.valid[layer, :, : given.shape[1]], -torch.inf))
         return scores
 
-    def _view(self, task: _Task, layer: int) -> LayerView:
+    def _view(self, task: _Task, layer: int, device: torch.device = CPU) -> LayerView:
         wanted = task.policy.evidence
         output, gram = wanted.output_weight, wanted.output_gram
-        return self.view(task.seq, layer, task.num_tokens, task.shown, output, gram)
+        return self.view(task.seq, layer, task.num_tokens, task.shown, output, gram, device)
 
     # Merging
 

@@ -34,6 +34,21 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where entries of one or more lanes of a layer are in a pool, lane after lane.
+
+    slots: [n] int64, pool rows. counts, lengths: as in `Entries`.
+    """
+
+    slots: Tensor
+    counts: Tensor
+    lengths: Tensor
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True)
 class Entries:
     """Entries of one or more lanes of a layer, lane after lane, ascending by position in each.
 

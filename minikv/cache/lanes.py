@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.area import Area
-from minikv.cache.entries import Entries
+from minikv.cache.entries import Entries, Places
 from minikv.cache.merged import Merged
 from minikv.cache.pool import PagePool
 
@@ -91,7 +91,7 @@ class LaneStore:
 
     def fork(self, source: int) -> int | None:
         """A copy of a sequence on pages of its own, without its area, or None when sequences or pages are
-        short."""
+        short. What the copying raises is raised, and there is no copy."""
         if (area := self.areas[source]) is not None:
             area.reset()
         counts = -(-self.lengths[source] // self.pool.page_size)
@@ -100,7 +100,11 @@ class LaneStore:
         seq = self.open()
         self._grow(seq, counts)
         held = np.arange(self.max_pages) < counts[..., None]
-        self.pool.copy_pages(self.pages[source][held], self.pages[seq][held])
+        try:
+            self.pool.copy_pages(self.pages[source][held], self.pages[seq][held])
+        except (MemoryError, RuntimeError):
+            self.close(seq)
+            raise
         self.lengths[seq] = self.lengths[source]
         self.has_mass[seq] = self.has_mass[source]
         self.mass_ends[seq] = self.mass_ends[source]
@@ -363,11 +367,17 @@ class LaneStore:
     def take(self, seq: int, layer: int, chosen: Tensor) -> Entries:
         """Copies of the entries of one layer that `chosen` [kv_heads, n] bool says, n the longest of its
         lanes; the lanes keep them."""
+        places = self.places(seq, layer, chosen)
+        return Entries(self.pool.stored(places.slots), places.counts, places.lengths)
+
+    def places(self, seq: int, layer: int, chosen: Tensor) -> Places:
+        """Where the entries of one layer are that `chosen` [kv_heads, n] bool says, n the longest of its
+        lanes."""
         held = torch.arange(chosen.shape[1]) < torch.from_numpy(self.lengths[seq, layer])[:, None]
         chosen = chosen & held
         slots = self._layer_slots(seq, layer, torch.arange(chosen.shape[1]).expand(chosen.shape))
         counts = self.counts(seq, layer)[:, : chosen.shape[1]]
-        return Entries(self.pool.stored(slots[chosen]), counts[chosen].int(), chosen.sum(dim=1))
+        return Places(slots[chosen], counts[chosen].int(), chosen.sum(dim=1))
 
     def insert(
         self,

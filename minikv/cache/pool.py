@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minikv.cache.copies import Arriving, Copies, room_for
 from minikv.cache.entries import Stored
 from minikv.cache.mapped import DeviceZeros, MappedZeros
 from minikv.errors import ConfigError
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 RETURN_BYTES = 4 << 20
 """Free pages in a row that are worth giving back to the system."""
+
+HOST = torch.device("cpu")
 
 POSITION_BYTES = LOG_MASS_BYTES = SCALE_BYTES = 4
 
@@ -51,6 +54,8 @@ class PagePool:
     but the system backs a page with memory only when it is first written, and gets the memory of long
     runs of freed pages back.
 
+    scratch: whether there is one page more, behind all others, that may be written to and that nobody reads;
+    its id is `scratch` then, which is None otherwise.
     kernels: a backend's own way to rewrite entries, if it has one. device: where the tensors are; ids,
     slots and rows come and go on the host all the same.
     """
@@ -65,13 +70,14 @@ class PagePool:
         keys_transposed: bool = False,
         kernels: EntryKernels | None = None,
         device: torch.device | str = "cpu",
+        scratch: bool = False,
     ):
-        entries = (num_pages + 1, page_size)
+        entries = (num_pages + 1 + scratch, page_size)
         key_page = (head_dim, page_size) if keys_transposed else (page_size, head_dim)
         scaled = dtype == torch.int8
         self.device = torch.device(device)
         try:
-            keys = self._zeros((num_pages + 1, *key_page), dtype)
+            keys = self._zeros((entries[0], *key_page), dtype)
             values = self._zeros((*entries, head_dim), dtype)
             scales = [self._zeros(entries, torch.float32) for _ in range(2 * scaled)]
             masses, positions = self._zeros(entries, torch.float32), self._zeros(entries, torch.int32)
@@ -88,6 +94,7 @@ class PagePool:
         self.value_scales = scales[1].tensor if scaled else None
         self.log_mass, self.positions = masses.tensor, positions.tensor
         self.num_pages = num_pages
+        self.scratch = num_pages + 1 if scratch else None
         self.page_size = page_size
         self.head_dim = head_dim
         self.dtype = dtype
@@ -98,6 +105,7 @@ class PagePool:
         self.num_free = num_pages
         self._lowest = 1
         self._freed_bytes = 0
+        self.copies: Copies | None = None  # to be set by who has a side stream for them
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedZeros | DeviceZeros:
         if self.device.type == "cpu":
@@ -219,16 +227,20 @@ class PagePool:
     def take_rows(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Keys and values [n, head_dim] at slots [n] as they are stored, and their scales [n] if the KV dtype
         is int8."""
-        flat = flat.to(self.device)
+        keys, values, *scales = (tensor.cpu() for tensor in self._rows_at(flat.to(self.device)))
+        key_scales, value_scales = scales or (None, None)
+        return keys, values, key_scales, value_scales
+
+    def _rows_at(self, flat: Tensor) -> list[Tensor]:
+        """What `take_rows` gives, on the device, for slots [n] that are there: two tensors or four."""
         if self.keys_transposed:
             keys = self.keys[flat // self.page_size, :, flat % self.page_size]
         else:
             keys = self.keys.view(-1, self.head_dim).index_select(0, flat)
-        values = self.values.view(-1, self.head_dim).index_select(0, flat)
-        keys, values = keys.cpu(), values.cpu()
-        if self.key_scales is None or self.value_scales is None:
-            return keys, values, None, None
-        return keys, values, self.key_scales.view(-1)[flat].cpu(), self.value_scales.view(-1)[flat].cpu()
+        taken = [keys, self.values.view(-1, self.head_dim).index_select(0, flat)]
+        if self.key_scales is not None and self.value_scales is not None:
+            taken += [self.key_scales.view(-1)[flat], self.value_scales.view(-1)[flat]]
+        return taken
 
     def replace_rows(self, target: Tensor, keys: Tensor, values: Tensor, source: Tensor) -> None:
         """Write rows [n, head_dim] to slots [n]. A key or a value that is the one at its `source` slot [n]
@@ -253,6 +265,20 @@ class PagePool:
         taken = self.take_rows(slots)
         return Stored(*taken, *self.masses_and_positions(slots))
 
+    def leaving(self, slots: Tensor) -> Arriving | None:
+        """Begin to copy whole entries at slots [n], as they are now, to the host beside the computation:
+        keys, values, scales of both if the KV dtype is int8, log masses and positions. None where there is
+        no way or no room, and only `stored` can."""
+        if self.copies is None:
+            return None
+        flat, count = slots.to(self.device), len(slots)
+        rows = [count * self.head_dim * self.dtype.itemsize] * 2
+        numbers = [4 * count] * (4 if self.dtype == torch.int8 else 2)
+        mass, positions = self.log_mass.view(-1), self.positions.view(-1)
+        return self.copies.leave(
+            room_for(rows + numbers), lambda: [*self._rows_at(flat), mass[flat], positions[flat]]
+        )
+
     def masses_and_positions(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Log masses (float32) and positions (int32) of the entries at slots [...]."""
         slots = slots.to(self.device)
@@ -260,8 +286,18 @@ class PagePool:
 
     def put(self, slots: Tensor, rows: Stored) -> None:
         """Write whole entries to slots [n], as they are."""
+        if self.copies is not None:
+            slots, rows = self._sent(self.copies, slots, rows)
         self.put_rows(slots, rows.keys, rows.values, rows.key_scales, rows.value_scales)
         self.write_entries(slots, rows.positions, rows.log_mass)
+
+    def _sent(self, copies: Copies, slots: Tensor, rows: Stored) -> tuple[Tensor, Stored]:
+        """Slots and rows on the device, if there is room for copies beside the computation."""
+        sent = copies.come([slots, *(tensor for tensor in rows if tensor is not None)])
+        if sent is None:
+            return slots, rows
+        there = iter(sent[1:])
+        return sent[0], Stored(*(None if tensor is None else next(there) for tensor in rows))  # type: ignore[arg-type]
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
         """Copy whole entries from slots to slots, bit for bit; the sets may overlap."""
@@ -270,19 +306,22 @@ class PagePool:
         else:
             self.put(target, self.stored(source))
 
-    def read_pages(self, ids: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Gather whole pages: keys and values [len(ids) * page_size, head_dim], as `read_rows`.
+    def read_pages(
+        self, ids: Tensor, out: Tensor | None = None, device: torch.device = HOST
+    ) -> tuple[Tensor, Tensor]:
+        """Gather whole pages: keys and values [len(ids) * page_size, head_dim], as `read_rows`, on a device
+        which is the host or the pool's own.
 
         Float pages are gathered into `out` [2, len(ids) * page_size * head_dim] of their dtype, if given
         and if their layout is the rows' own.
         """
         if self.keys_transposed or self.dtype == torch.int8:
             keys = self._rows_of(self.keys, ids, self.key_scales, self.keys_transposed)
-            return keys, self._rows_of(self.values, ids, self.value_scales)
+            return keys.to(device), self._rows_of(self.values, ids, self.value_scales).to(device)
         width = self.page_size * self.head_dim
         if self.device.type != "cpu":
             ids = ids.to(self.device)
-            rows = (t.view(-1, width).index_select(0, ids).cpu() for t in (self.keys, self.values))
+            rows = (t.view(-1, width).index_select(0, ids).to(device) for t in (self.keys, self.values))
             keys, values = (t.view(-1, self.head_dim) for t in rows)
             return keys, values
         if out is None:
@@ -297,7 +336,7 @@ class PagePool:
         if transposed:
             taken = taken.view(-1, self.head_dim, self.page_size).transpose(1, 2)
         rows = taken.reshape(-1, self.head_dim)
-        return rows.cpu() if scales is None else (rows * scales.index_select(0, ids).view(-1, 1)).cpu()
+        return rows if scales is None else rows * scales.index_select(0, ids).view(-1, 1)
 
     def copy_pages(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy whole pages with everything in them."""

@@ -27,7 +27,7 @@ MEASUREMENT = (
     Option("max_nll", "float", "Questions count whose answer's tokens cost at most this, in nats.", "0.7"),
     Option("top_heads", "int", "Retrieval heads per layer.", "4"),
 )
-_LOADING = ("kv_dtype", "device", "backend", "weights", "threads", "revision", "offline")
+_LOADING = ("kv_dtype", "device", "backend", "weights", "dtype", "threads", "revision", "offline")
 LOADING = tuple(option for option in ENGINE if option.name in _LOADING)
 # The haystack, a copy of it for a question, and one to spare.
 _SEQUENCES = 3
@@ -65,7 +65,7 @@ def calibrate(
     check_output(output, overwrite)
     probe = load(model, engine)
     partial = output.with_name(f"{output.name}.partial")
-    with Journal(partial, described(dataclasses.asdict(settings), probe, engine), fresh=overwrite) as journal:
+    with Journal(partial, described(dataclasses.asdict(settings), probe), fresh=overwrite) as journal:
         calibration = Calibration(probe, settings, journal)
         if not _measure(calibration):
             count = f"{calibration.done} of {calibration.total} measurements"
@@ -106,14 +106,14 @@ def load(model: str, engine: dict[str, Any]) -> Probe:
     return Probe(loaded, max_seqs=_SEQUENCES)
 
 
-def described(settings: dict[str, Any], probe: Probe, engine: dict[str, Any]) -> dict[str, Any]:
+def described(settings: dict[str, Any], probe: Probe) -> dict[str, Any]:
     """All that decides a measurement, so that no others are mixed with it."""
     return {
         "minikv": version(),
         "model": probe.fingerprint,
         "backend": probe.backend_name,
         "kv_dtype": str(probe.kv_dtype).removeprefix("torch."),
-        "weights": engine.get("weights", "auto"),
+        "weights": probe.weights,
         **settings,
     }
 

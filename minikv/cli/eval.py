@@ -51,7 +51,7 @@ GRID = (
 _LISTS = ("tasks", "policies", "budgets")
 _METHOD_NAMES = ("kv_sinks", "kv_recent", "kv_window", "kv_profile")
 METHOD = tuple(option for option in COMPRESSION if option.name in _METHOD_NAMES)
-_TIERS = ("kv_hot", "kv_warm", "kv_cold", "kv_error", "kv_prefixes")
+_TIERS = ("kv_hot", "kv_warm", "kv_cold", "kv_error", "kv_prefixes", "kv_async_copies")
 _NO_ENGINE = (*_TIERS, "max_context", "max_seqs", "prefill_chunk", "max_batch_tokens")
 LOADING = tuple(option for option in ENGINE if option.name not in _NO_ENGINE)
 # Contexts, questions and measures; results of another number are not gone on with.
@@ -127,7 +127,7 @@ def _sweep(plan: EvalPlan, model: str, engine: dict[str, Any], results: ResultsF
     text = reference_prose()
     profile = _profile(plan, loaded)
     router = find_shipped_router(loaded.fingerprint)
-    results.settle(_settings(plan, loaded, engine, text_hash(text), profile, router))
+    results.settle(_settings(plan, loaded, text_hash(text), profile, router))
     # The page pool takes half of the free memory at most; copies that demote get half of what is left.
     tiers = TierConfig(warm=available_bytes() // 4) if plan.demotes else None
     probe = Probe(loaded, max_context=longest, max_seqs=SEQUENCES, tiers=tiers)
@@ -153,7 +153,6 @@ def _profile(plan: EvalPlan, loaded: LoadedModel) -> HeadProfile | None:
 def _settings(
     plan: EvalPlan,
     loaded: LoadedModel,
-    engine: dict[str, Any],
     text: str,
     profile: HeadProfile | None,
     router: Router | None,
@@ -164,7 +163,7 @@ def _settings(
         "minikv": version(),
         "model": loaded.name,
         "fingerprint": loaded.fingerprint,
-        "weights": engine.get("weights", "auto"),
+        "weights": loaded.weights,
         "backend": loaded.kernels.name,
         "kv_dtype": str(loaded.kv_dtype).removeprefix("torch."),
         "text": text,

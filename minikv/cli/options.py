@@ -36,7 +36,7 @@ _METAVARS: dict[str, str] = {
 # What a template gets from the conversation itself.
 RESERVED_ARGS = ("self", "messages", "system")
 _REPEATED = ("texts", "ints", "bias", "json_args")
-_TIERS = ("hot", "warm", "cold", "error", "prefixes")
+_TIERS = ("hot", "warm", "cold", "error", "prefixes", "async_copies")
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,13 @@ ENGINE = (
         "on",
         flag="--prefix-store",
     ),
+    Option(
+        "kv_async_copies",
+        "switch",
+        "On cuda, copy between the KV cache and the warm tier beside the computation.",
+        "on",
+        flag="--async-copies",
+    ),
     Option("max_context", "int", "Tokens a sequence may reach; at most the model's own limit."),
     Option("device", "text", "auto, cpu or cuda.", "auto", metavar="NAME"),
     Option(
@@ -111,7 +118,21 @@ ENGINE = (
         metavar="NAME",
     ),
     Option("weights", "text", "Weights in memory: auto, q4, q8, bf16 or f32.", "auto", metavar="TYPE"),
+    Option(
+        "dtype",
+        "text",
+        "Weights and activations on a CUDA device: auto, bf16, fp16 or fp32.",
+        "auto",
+        metavar="TYPE",
+    ),
     Option("threads", "int", "CPU threads."),
+    Option(
+        "cuda_graphs",
+        "switch",
+        "On cuda, replay decode steps from graphs of them.",
+        "on",
+        flag="--cuda-graphs",
+    ),
     Option("max_seqs", "int", "Sequences that hold KV at once.", "16"),
     Option("prefill_chunk", "int", "Most prompt tokens of one sequence per step.", "512"),
     Option("max_batch_tokens", "int", "Most tokens per step, all sequences together."),

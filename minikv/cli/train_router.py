@@ -52,7 +52,7 @@ def train_router(
     check_output(output, overwrite)
     probe = load(model, engine)
     partial = output.with_name(f"{output.name}.partial")
-    with Journal(partial, described(dataclasses.asdict(settings), probe, engine), fresh=overwrite) as journal:
+    with Journal(partial, described(dataclasses.asdict(settings), probe), fresh=overwrite) as journal:
         run = Training(probe, settings, journal)
         console.note(f"{run.num_parameters:,} parameters, {100 * run.share:.4f}% of the model's")
         if not _train(run):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +16,14 @@ from minikv.kernels.backend import CPU, AttentionBackend
 from minikv.kernels.batch import Batch
 from minikv.models.basis import Basis, FourierBasis, PlainBasis
 from minikv.models.config import ModelConfig
+from minikv.models.graphs import DecodeGraphs, Graph
 from minikv.models.int8_linear import Int8Linear, activation_levels
 from minikv.models.linear import DenseLinear, DeviceLinear, Linear
 from minikv.models.rope import Rope
 from minikv.models.weights import WeightSource
+
+# Kinds of weights that only matrices on a device have.
+_DEVICE_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 @dataclass
@@ -39,8 +44,9 @@ class Decoder:
 
     weights_kind: `auto` rounds the matrices that the file has quantised to 8 bits and keeps the
     others float32, `q8` rounds all, `f32` none. All stay float32 in a model of odd sizes, and where
-    torch cannot multiply in 8 bits. With 8 bits, vectors are written in another basis. `bf16` is for
-    backends on a device: products and attention in bfloat16, everything between them in float32.
+    torch cannot multiply in 8 bits. With 8 bits, vectors are written in another basis. `bf16` and `f16`,
+    and `f32` too, are for backends on a device: products and attention in that type, everything between
+    them in float32.
 
     A batch, the token table and logits are on the host; weights and rows of a pass where the backend is.
     """
@@ -65,8 +71,14 @@ class Decoder:
         # are rounded to 8 bits, the last bits decide which way. In float64 they do not reach that far.
         rounded = any(isinstance(matrix, Int8Linear) for matrix in self._matrices)
         self._attention_dtype = torch.float64 if rounded else torch.float32
-        if weights_kind == "bf16":
-            self._attention_dtype = torch.bfloat16
+        self._attention_dtype = loader.device_dtype or self._attention_dtype
+        self.graphs: DecodeGraphs | None = None
+
+    def use_graphs(self, make: Callable[[], Graph]) -> None:
+        """Capture decode steps as graphs of those that `make` makes, and replay them. For a backend that can
+        use its plans again."""
+        backend: Any = self.backend
+        self.graphs = DecodeGraphs(self._through_layers, backend, make)
 
     @property
     def _matrices(self) -> list[Linear]:
@@ -100,15 +112,24 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden_states(self, batch: Batch) -> Tensor:
-        """Normalised last hidden states [T, width] float32 of every row, in the decoder's basis."""
-        config, backend = self.config, self.backend
-        heads = config.num_query_heads + 2 * config.num_kv_heads
+        """Normalised last hidden states [T, width] float32 of every row, in the decoder's basis, until the
+        next pass."""
+        config = self.config
         cos, sin = self.rope.cos_sin(batch.positions, batch.rope_lengths)
         batch.cos, batch.sin = cos.to(self.device), sin.to(self.device)
         batch.pool.write_entries(batch.slots, batch.positions)
         batch.make_room_for_captures(config.num_layers, config.num_query_heads, config.head_dim)
-        backend.plan(batch)
         hidden = self.basis.hidden(self.embedding.lookup(batch.token_ids).to(self.device))
+        if self.graphs is not None and (found := self.graphs.replay(hidden, batch)) is not None:
+            return found
+        self.backend.plan(batch)
+        return self._through_layers(hidden, batch)
+
+    def _through_layers(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Normalised last hidden states of rows whose embeddings are `hidden`, which is overwritten; the
+        batch has its angles and its plan."""
+        config, backend = self.config, self.backend
+        heads = config.num_query_heads + 2 * config.num_kv_heads
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(self._normalised(hidden)).view(batch.num_rows, heads, config.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
@@ -154,6 +175,9 @@ class _Loader:
 
     def __init__(self, config: ModelConfig, weights: WeightSource, kind: str, device: torch.device):
         self.config, self.weights, self.kind, self.device = config, weights, kind, device
+        self.device_dtype = _DEVICE_DTYPES.get(kind)
+        if device != CPU and self.device_dtype is None:
+            self.device_dtype = torch.float32
         rounds = any(self._is_rounded(name) for name in weights.names())
         self.levels = activation_levels() if rounds else None
         self.basis: Basis = PlainBasis() if self.levels is None else FourierBasis()
@@ -209,8 +233,8 @@ class _Loader:
         columns: Callable[[Tensor], Tensor],
     ) -> Linear:
         rounded = any(self._is_rounded(f"{module}.weight") for module in modules)
-        if self.kind == "bf16":
-            return DeviceLinear(columns(weight), bias, self.device, torch.bfloat16)
+        if self.device_dtype is not None:
+            return DeviceLinear(columns(weight), bias, self.device, self.device_dtype)
         if self.levels is None or not rounded:
             return DenseLinear(columns(weight).contiguous(), bias)
         return Int8Linear(weight, bias, self.levels, columns)
@@ -220,6 +244,8 @@ class _Loader:
         config = self.config
         # Transforms of an odd size have no second column that is always zero.
         possible = config.hidden_size % 2 == config.intermediate_size % 2 == 0
-        if self.kind in ("f32", "bf16") or not possible or len(self.weights.shape(name)) != 2:
+        if self.device_dtype is not None or self.kind == "f32":
+            return False
+        if not possible or len(self.weights.shape(name)) != 2:
             return False
         return self.kind == "q8" or self.weights.blocks(name) is not None

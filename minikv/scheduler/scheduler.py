@@ -232,10 +232,14 @@ class Scheduler:
 
     def _fork(self, leader: Request, sibling: Request) -> bool:
         assert leader.seq is not None
-        while (seq := self.store.fork(leader.seq)) is None:
-            if not self.idle:
-                return False
-            self._reclaim(self.idle[0])
+        try:
+            while (seq := self.store.fork(leader.seq)) is None:
+                if not self.idle:
+                    return False
+                self._reclaim(self.idle[0])
+        except (MemoryError, RuntimeError):  # torch's way to say that memory is short
+            _LOG.debug("a sequence could not be copied", exc_info=True)
+            return False
         self.waiting.remove(sibling)
         sibling.seq, sibling.num_computed = seq, leader.num_computed
         sibling.num_reused = sibling.num_prompt

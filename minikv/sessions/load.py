@@ -47,7 +47,7 @@ def load_session(llm: LLM, path: str | os.PathLike[str]) -> ChatSession:
         raise SessionError(f"{path} {error}.") from None
     except OSError as error:
         raise SessionError(f"Cannot read {path}: {why(error)}.") from None
-    except MemoryError:
+    except (MemoryError, torch.OutOfMemoryError):
         raise SessionError(f"Cannot read {path}: there is not enough memory.") from None
 
 

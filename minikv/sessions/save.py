@@ -47,7 +47,7 @@ def save_session(llm: LLM, state: SessionState, path: str | os.PathLike[str]) ->
         raise SessionError(f"{path} {error}, so it is not replaced; give another name.") from None
     except OSError as error:
         raise SessionError(f"Cannot save to {path}: {why(error)}.") from None
-    except MemoryError:
+    except (MemoryError, torch.OutOfMemoryError):
         raise SessionError(f"Cannot save to {path}: there is not enough memory.") from None
 
 

@@ -8,7 +8,7 @@ divide the budget, and rewrites the lanes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -59,7 +59,8 @@ class QueryStatistics:
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer of one sequence, read from the pool as float32; n is the longest lane.
+    """One layer of one sequence, read from the pool as float32; n is the longest lane. All tensors are on one
+    device: the pool's for a policy that scores, the host for one that merges.
 
     keys, values: [kv_heads, n, head_dim], keys rotated to their positions.
     log_mass: [kv_heads, n]. counts: [kv_heads, n] int64, tokens that each entry stands for, 0 past a
@@ -104,6 +105,17 @@ class LayerView:
     kv_dtype: torch.dtype = torch.float32
     basis: Basis | None = None
 
+    def on(self, device: torch.device) -> LayerView:
+        """The view with all tensors on a device."""
+        if all(t.device == device for t in (self.keys, self.positions)):
+            return self
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {name: t.to(device) for name, t in held.items() if isinstance(t, Tensor)}
+        if self.statistics is not None:
+            mean, covariance = self.statistics.mean, self.statistics.covariance
+            moved["statistics"] = QueryStatistics(mean.to(device), covariance.to(device))
+        return replace(self, **moved)
+
 
 def output_gram(weight: Tensor, head_dim: int) -> Tensor:
     """Grams [query_heads, head_dim, head_dim] of an output projection [hidden, query_heads * head_dim]."""
@@ -134,8 +146,8 @@ class Policy(Protocol):
     evidence: Evidence
 
     def score(self, view: LayerView) -> Tensor:
-        """How much each entry matters: [kv_heads, n] float32, higher stays. Numbers past a lane's end
-        are ignored."""
+        """How much each entry matters: [kv_heads, n] float32, higher stays, on the device of the view.
+        Numbers past a lane's end are ignored."""
         ...
 
     def allocate(self, question: Allocation) -> Tensor:

@@ -43,9 +43,9 @@ class CompressKV:
         if self.sharing == "layer":
             return _of_layer(mass, view)
         assert view.query_heads is not None
-        weights = torch.ones(len(view.query_heads))
+        weights = torch.ones(len(view.query_heads), device=mass.device)
         if self.sharing == "weighted" and self.profile is not None:
-            weights = self.profile.retrieval_scores[view.layer][view.query_heads]
+            weights = self.profile.retrieval_scores[view.layer].to(mass.device)[view.query_heads]
         return _of_groups(mass, weights, view)
 
     def allocate(self, question: Allocation) -> Tensor:
@@ -64,9 +64,9 @@ def _of_layer(mass: Tensor, view: LayerView) -> Tensor:
     assert view.query_heads is not None
     lanes = view.query_heads // view.group
     places = view.positions.clamp(min=0)
-    sums = torch.zeros(len(lanes), view.num_tokens).scatter_add_(1, places[lanes], mass)
+    sums = mass.new_zeros(len(lanes), view.num_tokens).scatter_add_(1, places[lanes], mass)
     held = view.valid.float()
-    counts = torch.zeros(len(held), view.num_tokens).scatter_add_(1, places, held)
+    counts = held.new_zeros(len(held), view.num_tokens).scatter_add_(1, places, held)
     means = sums.sum(dim=0) / (counts[lanes] > 0).sum(dim=0).clamp(min=1)
     return means[places]
 
@@ -75,8 +75,8 @@ def _of_groups(mass: Tensor, weights: Tensor, view: LayerView) -> Tensor:
     """Weighted mean over the heads of each lane's own group: [kv_heads, n]; without any, the layer's mean."""
     assert view.query_heads is not None
     lanes = view.query_heads // view.group
-    mixing = torch.zeros(len(view.keys), len(lanes))
-    mixing[lanes, torch.arange(len(lanes))] = weights
+    mixing = mass.new_zeros(len(view.keys), len(lanes))
+    mixing[lanes, torch.arange(len(lanes), device=mass.device)] = weights
     total = mixing.sum(dim=1, keepdim=True)
     own = mixing @ mass / total.clamp(min=1e-20)
     return torch.where(total > 0, own, _of_layer(mass, view))

@@ -68,7 +68,7 @@ class Expected:
         width = view.keys.shape[2]
         eye = torch.eye(width)
         halves = torch.cat((-eye[:, width // 2 :], eye[:, : width // 2]), dim=1)
-        return eye * cos.mean(dim=0) + halves * sin.mean(dim=0)
+        return (eye * cos.mean(dim=0) + halves * sin.mean(dim=0)).to(view.keys.device)
 
 
 def output_norms(view: LayerView) -> Tensor:

@@ -19,7 +19,7 @@ class Full:
 
     def score(self, view: LayerView) -> Tensor:
         """All entries alike."""
-        return torch.zeros(view.positions.shape)
+        return torch.zeros(view.positions.shape, device=view.positions.device)
 
     def allocate(self, question: Allocation) -> Tensor:
         """The same for every lane."""

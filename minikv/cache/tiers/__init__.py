@@ -3,6 +3,7 @@
 span.py     the record of a span: header, body, checksums
 forms.py    representations of keys and values: exact, int8 rows, low rank
 encode.py   entries to spans and back, the cheapest form that keeps within an error
+late.py     spans whose rows are still on their way from a device
 base.py     what all tiers have in common
 warm.py     spans in memory under a ceiling
 cold.py     spans in a file under a ceiling; cold_file.py is that file

@@ -19,6 +19,7 @@ from minikv.cache.entries import Stored
 from minikv.cache.lanes import LaneStore
 from minikv.cache.spans.codes import Basis
 from minikv.cache.tiers.base import Handle
+from minikv.cache.tiers.late import span_of
 from minikv.cache.tiers.moves import put_back
 from minikv.cache.tiers.span import Owner, Span
 from minikv.cache.tiers.storage import Storage
@@ -104,9 +105,10 @@ class Below:
         merged_end = 0 if start else store.merged_end(seq)
         for layer in range(store.lane_shape[0]):
             positions = store.positions_of(seq, layer)
-            entries = store.take(seq, layer, (positions >= start) & (positions < num_tokens))
-            whole &= bool((entries.lengths == num_tokens - start).all() and (entries.counts == 1).all())
-            span = self.storage.sparing.encode(entries, Owner(self._key, layer), num_tokens, merged_end)
+            places = store.places(seq, layer, (positions >= start) & (positions < num_tokens))
+            whole &= bool((places.lengths == num_tokens - start).all() and (places.counts == 1).all())
+            encoder, owner = self.storage.sparing, Owner(self._key, layer)
+            span = span_of(store, seq, places, encoder, owner, num_tokens, merged_end)
             handle = self.storage.keep(span)
             if handle is None:
                 return None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minikv.cache.entries import Entries, Stored
+from minikv.cache.entries import Entries, Places, Stored
 from minikv.cache.policies.trees.keys import rotated
 from minikv.cache.pool import round_rows
 from minikv.cache.tiers.forms import (
@@ -56,24 +56,42 @@ class Encoder:
         has_mass, has_counts = bool((rows.log_mass != 0).any()), bool((entries.counts != 1).any())
         mass, counts = (rows.log_mass if has_mass else None), (entries.counts.int() if has_counts else None)
         body = pack(entries.lengths.int(), rows.positions, mass, counts) + keys.data + values.data
-        header = Header(
+        places = Places(rows.positions, entries.counts, entries.lengths)
+        header = self.outline(places, rows.keys.dtype, rows.keys.shape[1], owner, num_tokens, merged_end)
+        forms = {"key_form": keys.form, "value_form": values.form, "error": max(keys.error, values.error)}
+        return sealed(replace(header, has_mass=has_mass, **forms), body)
+
+    def outline(
+        self,
+        places: Places,
+        dtype: torch.dtype,
+        head_dim: int,
+        owner: Owner,
+        num_tokens: int,
+        merged_end: int = 0,
+    ) -> Header:
+        """The header of a span of entries that need not be there yet, if their rows are exact and without
+        masses: all but the digest of the body. dtype: the KV dtype."""
+        rows, has_counts = len(places), bool((places.counts != 1).any())
+        scales = 2 * 4 if dtype == torch.int8 else 0
+        each = 4 + 4 * has_counts + 2 * head_dim * dtype.itemsize + scales
+        return Header(
             owner=owner,
             fingerprint=self.fingerprint,
-            dtype=rows.keys.dtype,
-            key_form=keys.form,
-            value_form=values.form,
-            head_dim=rows.keys.shape[1],
-            num_lanes=len(lengths),
-            num_rows=len(entries),
+            dtype=dtype,
+            key_form="exact",
+            value_form="exact",
+            head_dim=head_dim,
+            num_lanes=len(places.lengths),
+            num_rows=rows,
             num_tokens=num_tokens,
             merged_end=merged_end,
-            error=max(keys.error, values.error),
-            has_mass=has_mass,
+            error=0.0,
+            has_mass=False,
             has_counts=has_counts,
-            body_bytes=0,
+            body_bytes=4 * len(places.lengths) + rows * each,
             body_digest=b"",
         )
-        return sealed(header, body)
 
     def decode(self, span: Span) -> Entries:
         """The entries of a span of this model: bit for bit those that were encoded, where a form is exact."""

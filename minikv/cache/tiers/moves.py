@@ -15,6 +15,7 @@ from torch import Tensor
 from minikv.cache.entries import Entries
 from minikv.cache.lanes import LaneStore
 from minikv.cache.tiers.encode import Encoder, lengths_of
+from minikv.cache.tiers.late import span_of
 from minikv.cache.tiers.span import ALL_HEADS, Owner, Span
 
 
@@ -31,8 +32,8 @@ def spans_of(
     for layer in range(len(leaving)):
         width = int(store.lengths[seq, layer].max())
         for part in _parts(leaving[layer, :, :width], most_rows):
-            entries = store.take(seq, layer, part)
-            yield encoder.encode(entries, Owner(key, layer), num_tokens, end)
+            places = store.places(seq, layer, part)
+            yield span_of(store, seq, places, encoder, Owner(key, layer), num_tokens, end)
 
 
 def _parts(chosen: Tensor, most_rows: int | None) -> Iterator[Tensor]:

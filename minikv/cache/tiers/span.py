@@ -146,14 +146,19 @@ class Span:
     body: bytes
 
     @property
+    def outline(self) -> Header:
+        """The header, of which the body's digest may not be known yet."""
+        return self.header
+
+    @property
     def owner(self) -> Owner:
         """Whose rows these are."""
-        return self.header.owner
+        return self.outline.owner
 
     @property
     def nbytes(self) -> int:
         """Bytes of the record."""
-        return self.header.span_bytes
+        return self.outline.span_bytes
 
     def to_bytes(self) -> bytes:
         """The record."""

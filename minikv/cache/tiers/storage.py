@@ -52,11 +52,17 @@ class Storage:
 
     @classmethod
     def of(
-        cls, config: TierConfig, model: str, shape: ModelConfig, rope: Rope, dtype: torch.dtype
+        cls,
+        config: TierConfig,
+        model: str,
+        shape: ModelConfig,
+        rope: Rope,
+        dtype: torch.dtype,
+        taken: int = 0,
     ) -> Storage | None:
         """What a configuration asks for; None if there is to be no tier below. model: what tells it from
-        others. Raises ConfigError when the cold file cannot be had."""
-        tiers = Tiers.of(config)
+        others. taken: as in `Tiers.of`. Raises ConfigError when the cold file cannot be had."""
+        tiers = Tiers.of(config, taken=taken)
         if tiers is None:
             return None
         return cls(tiers, config, fingerprint_of(model, dtype, shape.rope), rope)

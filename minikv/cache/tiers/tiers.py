@@ -92,12 +92,12 @@ class Tiers:
         self._next = 0
 
     @classmethod
-    def of(cls, config: TierConfig, background: bool = True) -> Tiers | None:
-        """The tiers that a configuration asks for, None if it asks for none. Raises ConfigError when the file
-        cannot be had."""
+    def of(cls, config: TierConfig, background: bool = True, taken: int = 0) -> Tiers | None:
+        """The tiers that a configuration asks for, None if it asks for none. taken: bytes of the warm tier
+        that are in use for its copies. Raises ConfigError when the file cannot be had."""
         if config.warm_bytes is None and config.cold_file is None:
             return None
-        warm = None if config.warm_bytes is None else WarmTier(config.warm_bytes)
+        warm = None if config.warm_bytes is None else WarmTier(config.warm_bytes - taken)
         cold = None if config.cold_file is None else ColdTier(*config.cold_file)
         return cls(warm, cold, background and cold is not None)
 
@@ -345,7 +345,7 @@ class Tiers:
     def _new_place(self, of: Span | Handle) -> _Place:
         self._next += 1
         if isinstance(of, Span):
-            return _Place(Handle.of(self._next, of.header))
+            return _Place(Handle.of(self._next, of.outline))
         return _Place(Handle(self._next, of.owner, of.fingerprint, of.nbytes))
 
     def _add(self, place: _Place) -> None:

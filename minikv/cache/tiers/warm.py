@@ -49,7 +49,7 @@ class WarmTier:
         if not self.make_room(span.nbytes):
             return None
         self._next += 1
-        handle = Handle.of(self._next, span.header)
+        handle = Handle.of(self._next, span.outline)
         self._held[handle] = _Held(span, clean)
         self._nbytes += span.nbytes
         return handle
@@ -126,7 +126,7 @@ class WarmTier:
         assert self.nbytes <= self.limit, "the warm tier is over its ceiling"
         for handle, held in self._held.items():
             assert held.pins >= 0, "a span was unpinned too often"
-            assert handle == Handle.of(handle.number, held.span.header), "a span is another's"
+            assert handle == Handle.of(handle.number, held.span.outline), "a span is another's"
             held.span.verify()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,6 +146,13 @@ class TritonBackend:
         q, k, v = out.split([query_heads, kv_heads, kv_heads], dim=1)
         return q, k, v
 
+    def refill(self, plan: Any, batch: Batch) -> None:
+        """Put tables, lengths and slots of a batch in the place of a plan's, in the plan's memory; see
+        `minikv.models.graphs.Refilling`. What was in wider tables stays, past the end of every lane."""
+        plan.tables[..., : batch.lane_pages.shape[-1]].copy_(batch.lane_pages)
+        plan.past_lengths.copy_(batch.past_lengths)
+        plan.slots.copy_(batch.slots)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.attend`; keys and values are read from the pool, where they are rounded."""
         plan: Plan = batch.plan
@@ -182,7 +190,9 @@ class TritonBackend:
         plan, (query_heads, head_dim) = batch.plan, q.shape[1:]
         group, int8 = query_heads // plan.kv_heads, batch.pool.dtype == torch.int8
         shape = shapes.chunk_shape(head_dim, int8)
-        if members.max_count == 1:
+        if _dot_dtype(q.dtype, batch.pool.dtype) == torch.float32 and not interpreted():
+            shape = shapes.float32_shape(group)
+        elif members.max_count == 1:
             shape = shapes.decode_shape(head_dim, group, int8)
         tiles = -(-members.max_count * group // shape.rows)
         attend_lanes[(tiles, len(members.sequences) * plan.kv_heads, members.max_splits)](

@@ -43,6 +43,11 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def float32_shape(group: int) -> Shape:
+    """The tile of any number of new rows where products are taken in float32, without the matrix unit."""
+    return Shape(padded(group), 16, 8, 1)
+
+
 def decode_shape(head_dim: int, group: int, int8: bool) -> Shape:
     """The tile of one new row: the query heads of a KV head are its rows."""
     return Shape(padded(group), 64 if padded(head_dim) <= (64 if int8 else 128) else 32, 4, 2)
