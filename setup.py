@@ -6,7 +6,10 @@ from setuptools import Extension, setup
 
 FOLDER = os.path.join("minikv", "kernels", "cpu")
 SOURCES = ("api", "team", "isa_generic", "isa_avx2", "isa_avx512", "isa_neon")
-HEADERS = ("common", "team", "kernels", "simd", "dots", "matmul", "attention", "ops", "slots", "forward")
+HEADERS = (
+    *("common", "team", "kernels", "simd", "dots", "matmul", "attention", "ops", "slots"),
+    *("lanes", "route", "forward"),
+)
 
 setup(
     ext_modules=[

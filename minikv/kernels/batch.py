@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from minikv.cache.pool import PagePool
+    from minikv.cache.spans.zoom import Routing
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Batch:
     captured: [layers, R, query_heads, head_dim] float32, their rotated queries, filled in by the decoder.
     captured_norms: [layers, R] float32, the norms of the residual streams that they were made from, before
         each layer's attention norm.
-    route: what is to be done in each layer between writing and attending, with the rotated queries
-        [T, query_heads, head_dim] float32 of all rows, or None. It may change entries of the pool that lanes
+    route: what sequences zoom in and out in each layer between writing and attending, for the rotated queries
+        [T, query_heads, head_dim] float32 of all rows, or None. It changes entries of the pool that lanes
         of the batch hold, and no lane.
     likeliest: [len(logit_rows)] int32, the token of the largest logit, -1 where one is not finite; filled
         in by a decoder that finds it on the way.
@@ -62,7 +62,7 @@ class Batch:
     capture_rows: Tensor | None = None
     captured: Tensor | None = None
     captured_norms: Tensor | None = None
-    route: Callable[[int, Tensor], None] | None = None
+    route: Routing | None = None
     likeliest: Tensor | None = None
     mass_ends: Tensor | None = None
 

@@ -4,8 +4,9 @@
     Below.rows --copies--> rows of the area                    (zoomed in)
     rows of the area --masked--> free for others               (zoomed out)
 
-In each layer the queries of the very step choose, for each KV head. The entry of a span is muted: a query sees
-a token that is not zoomed in not at all.
+In each layer the queries of the very step choose, for each KV head. The entry of a span is muted: a query
+sees a token that is not zoomed in not at all. What is here in torch is done by compiled kernels where a
+backend has them (`minikv.kernels.cpu.zoom`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,8 +51,8 @@ class Counters:
 
 @dataclass(frozen=True)
 class Cells:
-    """Tokens that share a code, of one layer: [kv_heads, cells] int64. first: the first of them; size: how many,
-    0 where there is no cell."""
+    """Tokens that share a code, of one layer: [kv_heads, cells] int64. first: the first of them; size: how
+    many, 0 where there is no cell."""
 
     first: Tensor
     size: Tensor
@@ -69,8 +70,10 @@ class Zoom:
     """The spans of one sequence, as its lanes are now; to be made again when they are rewritten.
 
     The tensors are [layers, kv_heads, spans]: start and size (tokens; 0 where a place holds no span) and slot
-    (of the entry with its codes). rows: [layers, kv_heads, rows], slots of the area but for the last, `meaning`,
-    which hold what the codes mean; owner: the token that each row is of, -1 for none.
+    (of the entry with its codes). rows: [layers, kv_heads, rows], slots of the area but for the last,
+    `meaning`, which hold what the codes mean; owner: the token that each row is of, -1 for none. beside:
+    all rows of the area. digits: codes that a number holds. compiled: what a backend with kernels of its own
+    makes of this.
     """
 
     def __init__(
@@ -84,7 +87,8 @@ class Zoom:
         counters: Counters,
     ) -> None:
         pool = store.pool
-        self._pool, self._below, self._router, self._counters = pool, below, router, counters
+        self._pool, self._counters = pool, counters
+        self.below, self.router, self.digits = below, router, digits_of(pool.dtype)
         self._num_tokens = int(store.num_tokens[seq])
         counts = torch.from_numpy(store.counts(seq).numpy())
         slots, _ = store.slots(seq)
@@ -99,47 +103,48 @@ class Zoom:
         self.slot = slots.gather(-1, order)
         pages = torch.from_numpy(area.pages).long()
         area_rows = (pages[..., None] * pool.page_size + torch.arange(pool.page_size)).flatten(2)
-        self._beside = area_rows.shape[-1]
+        self.beside = area_rows.shape[-1]
         self.rows, self.meaning = area_rows.tensor_split([-basis_entries(pool.head_dim)], dim=-1)
         if below.basis is not None:
             pool.write_rows(self.meaning, *below.basis.rows().chunk(2, dim=-1))
         self.owner = torch.full(self.rows.shape, -1)
-        self._zooming = replace(zooming, rows=min(zooming.rows, self.rows.shape[-1]))
+        self.compiled: Any = None
+        self.zooming = replace(zooming, rows=min(zooming.rows, self.rows.shape[-1]))
         area.state, area.undo = self, self._undo
 
     @property
     def any(self) -> bool:
         """Whether there is a span to zoom in."""
-        return bool((self.size > 0).any()) and self._zooming.rows > 0
+        return bool((self.size > 0).any()) and self.zooming.rows > 0
 
     def route(self, batch: Batch, sequence: int, layer: int, q: Tensor) -> None:
         """Zoom in and out for the queries q [rows, query_heads, head_dim] of a sequence of the batch."""
-        if self._below.lost:
+        if self.below.lost:
             return
         cells = Cells.of(self.start[layer], self.size[layer], cells_of(self._pool.dtype))
         others = self._others(batch, sequence, layer, q)
         worth = worth_of(self._scores(layer, q), cells.size, others)
         held = self._held(layer)
         zoomed = held.gather(1, cells.first.clamp(max=self._num_tokens - 1)) & (cells.size > 0)
-        self._change(layer, held, self._wanted(cells, choose(worth, cells.size, zoomed, self._zooming)))
+        self._change(layer, held, self._wanted(cells, choose(worth, cells.size, zoomed, self.zooming)))
 
     def _scores(self, layer: int, q: Tensor) -> Tensor:
         """What single tokens of each cell would score by their codes: [kv_heads, queries, cells]."""
         pool = self._pool
-        codes = unpack(torch.cat(pool.read_rows(self.slot[layer]), dim=-1), digits_of(pool.dtype))
+        codes = unpack(torch.cat(pool.read_rows(self.slot[layer]), dim=-1), self.digits)
         heads = len(codes)
         asking = _by_head(q, heads)
         meaning = torch.cat(pool.read_rows(self.meaning[layer]), dim=-1).float()
         against = asking @ meaning.unflatten(-1, (2, -1)).flatten(1, 2).transpose(1, 2)
         constant, parts = against[..., :1], against[..., 1 : 1 + codes.shape[-1]]
-        if self._router is not None:
-            scale, bias = self._router.of_rows(layer, heads, len(q))
+        if self.router is not None:
+            scale, bias = self.router.of_rows(layer, heads, len(q))
             parts, constant = parts * scale, constant + bias
         return (parts @ centres(codes).flatten(1, 2).transpose(1, 2) + constant) / math.sqrt(q.shape[-1])
 
     def _others(self, batch: Batch, sequence: int, layer: int, q: Tensor) -> Tensor:
         """Log-sum-exp [kv_heads, queries] over what the lanes hold beside spans, the new rows included."""
-        pool, beside = self._pool, self._beside
+        pool, beside = self._pool, self.beside
         lengths = batch.past_lengths[sequence, layer] + len(q)
         used = -(-int(lengths.max()) // pool.page_size)
         pages = batch.lane_pages[sequence, layer, :, beside // pool.page_size : used].long()
@@ -170,25 +175,36 @@ class Zoom:
         return wanted
 
     def _change(self, layer: int, held: Tensor, wanted: Tensor) -> None:
+        """Zoom in what is wanted of each KV head; where nothing is new, nothing leaves either."""
         heads, tokens = (wanted & ~held).nonzero().unbind(1)
         if not len(heads):
             return
-        found = self._below.rows(layer, heads, tokens)
-        if found is None:
-            self._undo()
-            return
-        pool, owner, rows = self._pool, self.owner[layer], self.rows[layer]
-        gone = (owner >= 0) & ~wanted.gather(1, owner.clamp(min=0))
-        pool.log_mass.view(-1)[rows[gone]] = -torch.inf
+        owner = self.owner[layer]
+        entering = heads.bincount(minlength=len(owner))[:, None]
+        gone = (owner >= 0) & ~wanted.gather(1, owner.clamp(min=0)) & (entering > 0)
+        self._pool.log_mass.view(-1)[self.rows[layer][gone]] = -torch.inf
         owner[gone] = -1
         free = owner < 0
-        taken = free & (free.cumsum(1) <= heads.bincount(minlength=len(owner))[:, None])
+        taken = free & (free.cumsum(1) <= entering)
         owner[taken] = tokens
-        pool.put(rows[taken], found)
-        counters = self._counters
-        counters.rows += len(heads)
-        counters.bytes += len(heads) * pool.page_bytes // pool.page_size
-        counters.changes += 1
+        if self.put(layer, *taken.nonzero().unbind(1)):
+            self.count(len(heads), 1)
+
+    def put(self, layer: int, heads: Tensor, rows: Tensor) -> bool:
+        """Get the rows [n] of KV heads [n] for their new owners from below. False, with everything zoomed
+        out, if that is not possible any more."""
+        found = self.below.rows(layer, heads, self.owner[layer, heads, rows])
+        if found is None:
+            self._undo()
+            return False
+        self._pool.put(self.rows[layer, heads, rows], found)
+        return True
+
+    def count(self, rows: int, changes: int) -> None:
+        """Note what moved."""
+        self._counters.rows += rows
+        self._counters.bytes += rows * self._pool.page_bytes // self._pool.page_size
+        self._counters.changes += changes
 
     def _undo(self) -> None:
         """Zoom everything out."""
@@ -199,7 +215,7 @@ class Zoom:
         """Fail unless rows that are seen are those of tokens of spans, each once."""
         used = self._pool.log_mass.view(-1)[self.rows].isfinite()
         assert torch.equal(used, self.owner >= 0), "a row is seen that is of no token, or the other way round"
-        assert int(used.sum(dim=-1).max()) <= self._zooming.rows, "more rows are zoomed in than may be"
+        assert int(used.sum(dim=-1).max()) <= self.zooming.rows, "more rows are zoomed in than may be"
         tokens = self._pool.positions.view(-1)[self.rows]
         assert torch.equal(tokens[used].long(), self.owner[used]), "a row is of another token"
         inside = torch.zeros(*self.owner.shape[:2], self._num_tokens + 1, dtype=torch.int64)
@@ -258,6 +274,21 @@ class Zoomed:
     router: Router | None = None
 
 
+@dataclass
+class Routing:
+    """What the sequences of a batch zoom in while it is computed. zooms: their places in the batch, and what
+    they may zoom in. A backend with kernels of its own reads that; for others this does the work."""
+
+    batch: Batch
+    zooms: list[tuple[int, Zoom]]
+
+    def __call__(self, layer: int, q: Tensor) -> None:
+        """Zoom in and out for the queries q [T, query_heads, head_dim] of all rows of the batch."""
+        starts = self.batch.row_starts
+        for index, zoom in self.zooms:
+            zoom.route(self.batch, index, layer, q[starts[index] : starts[index + 1]])
+
+
 def zoom_in(store: LaneStore, batch: Batch, sequences: Sequence[Zoomed], counters: Counters) -> None:
     """Let sequences of a batch zoom in while it is computed, those that have an area and spans for it."""
     routed: list[tuple[int, Zoom]] = []
@@ -268,12 +299,5 @@ def zoom_in(store: LaneStore, batch: Batch, sequences: Sequence[Zoomed], counter
         zoom = area.state or Zoom(store, item.seq, area, item.below, item.zooming, item.router, counters)
         if zoom.any:
             routed.append((item.index, zoom))
-    if not routed:
-        return
-
-    def route(layer: int, q: Tensor) -> None:
-        for index, zoom in routed:
-            rows = slice(batch.row_starts[index], batch.row_starts[index + 1])
-            zoom.route(batch, index, layer, q[rows])
-
-    batch.route = route
+    if routed:
+        batch.route = Routing(batch, routed)

@@ -153,8 +153,13 @@ class Below:
     @property
     def whole(self) -> list[tuple[int, int]]:
         """Ranges of tokens [start, end) all entries of which are here, ascending."""
+        return [(start, end) for start, end, _ in self.whole_parts()]
+
+    def whole_parts(self) -> list[tuple[int, int, list[Handle]]]:
+        """Of each range of `whole` its tokens [start, end) and a span for each layer."""
         starts = [0, *(part.end for part in self._parts)]
-        return [(start, part.end) for start, part in zip(starts, self._parts, strict=False) if part.whole]
+        pairs = zip(starts, self._parts, strict=False)
+        return [(start, part.end, part.handles) for start, part in pairs if part.whole]
 
     def rows(self, layer: int, heads: Tensor, tokens: Tensor) -> Stored | None:
         """Entries [n] of a layer, of KV heads [n] and tokens [n] that lie in `whole`, n at least 1; None, and

@@ -116,27 +116,14 @@ class Encoder:
     def pick(self, span: Span, index: Tensor) -> Stored:
         """Some rows [n] int64 of a span of this model, in that order. Where both forms are exact, nothing
         else is read."""
-        header, count = span.header, span.header.num_rows
-        if (header.key_form, header.value_form) != ("exact", "exact"):
+        header = span.header
+        if not is_exact(header):
             return self.decode(span).rows.at(index)
         assert header.fingerprint == self.fingerprint, "a span of another model"
-        scales = (torch.float32, 1) if header.dtype == torch.int8 else None
-        rows = (header.dtype, header.head_dim)
-        columns = [(torch.int32, 1), (torch.float32, 1) if header.has_mass else None]
-        columns += [(torch.int32, 1) if header.has_counts else None, scales, rows, scales, rows]
-        found: list[Tensor | None] = []
-        at, places = 4 * header.num_lanes, index.numpy()
-        for column in columns:
-            if column is None:
-                found.append(None)
-                continue
-            dtype, width = column
-            size = dtype.itemsize * width
-            table = np.frombuffer(span.body, dtype=np.uint8, count=count * size, offset=at)
-            taken = torch.from_numpy(table.reshape(count, size)[places]).view(dtype)
-            found.append(taken if column is rows else taken[:, 0])
-            at += count * size
-        positions, mass, _, key_scales, keys, value_scales, values = found
+        places = index.numpy()
+        positions, mass, key_scales, keys, value_scales, values = (
+            None if column is None else column.rows(span, places) for column in columns_of(header)
+        )
         assert keys is not None and values is not None and positions is not None
         mass = torch.zeros(len(index)) if mass is None else mass
         return Stored(keys, values, key_scales, value_scales, mass, positions)
@@ -162,6 +149,48 @@ class _Encoded:
     form: str
     data: bytes
     error: float
+
+
+@dataclass(frozen=True)
+class Column:
+    """Where something of all rows lies in the body of a span whose forms are exact: `width` numbers of each
+    row from byte `at` on; width 0 stands for single numbers."""
+
+    at: int
+    dtype: torch.dtype
+    count: int
+    width: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.count * max(1, self.width) * self.dtype.itemsize
+
+    def rows(self, span: Span, places: np.ndarray) -> Tensor:
+        """Those at some places [n]: [n] or [n, width]."""
+        table = np.frombuffer(span.body, dtype=np.uint8, count=self.nbytes, offset=self.at)
+        taken = torch.from_numpy(table.reshape(self.count, -1)[places]).view(self.dtype)
+        return taken if self.width else taken[:, 0]
+
+
+def is_exact(header: Header) -> bool:
+    """Whether a span holds rows as they were in the pool."""
+    return (header.key_form, header.value_form) == ("exact", "exact")
+
+
+def columns_of(header: Header) -> list[Column | None]:
+    """Of a span whose forms are exact: positions, log masses, scales of keys, keys, scales of values and
+    values; None for what is not there, since all are alike."""
+    scaled, at = header.dtype == torch.int8, 4 * header.num_lanes
+    kinds = [(torch.int32, 0), (torch.float32, 0) if header.has_mass else None]
+    kinds += [(torch.int32, 0) if header.has_counts else None]
+    kinds += [(torch.float32, 0) if scaled else None, (header.dtype, header.head_dim)] * 2
+    columns: list[Column | None] = []
+    for kind in kinds:
+        column = None if kind is None else Column(at, kind[0], header.num_rows, kind[1])
+        columns.append(column)
+        at += 0 if column is None else column.nbytes
+    return columns[:2] + columns[3:]
 
 
 def lengths_of(span: Span) -> Tensor:

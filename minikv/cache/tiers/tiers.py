@@ -150,6 +150,11 @@ class Tiers:
         self.counters.cold_hits += 1
         return span
 
+    def at_hand(self, handle: Handle) -> Span | None:
+        """The span if it is in warm, which is then the most recently used."""
+        place = self._places.get(handle)
+        return None if place is None or place.warm is None else self.warm.read(place.warm)
+
     def fetch(self, handle: Handle) -> None:
         """Begin to read a span that is in cold alone, if there is room in warm; `read` then waits for it."""
         self._settle()

@@ -144,8 +144,9 @@ class Context {
   Buffer<float> qkv, attended, up, scratch, slots;
   Buffer<Partial> partials;
   Buffer<Best> bests;
+  Buffer<char> zoom;
   std::vector<Task> tasks, merges;
-  std::atomic<int64_t> next_task{0};
+  std::atomic<int64_t> next_task{0}, next_zoom{0};
 
  private:
   void forget_team_of_parent() {
@@ -196,12 +197,21 @@ Run make_run(Context& c, const Model* m, const Pool* p, const Batch* b) {
   run.tasks = &c.tasks;
   run.merges = &c.merges;
   run.next_task = &c.next_task;
+  run.next_zoom = &c.next_zoom;
   return run;
 }
 
 void point_to_scratch(Context& c, Run& run) {
   run.scratch = c.scratch.data.data();
   run.partials = c.partials.data.data();
+}
+
+// Room for every thread to choose what is zoomed in, each from the start of a cache line.
+void make_zoom_room(Context& c, Run& run) {
+  if (!run.batch->num_zooms) return;
+  run.zoom_bytes = (c.kernels->zoom_bytes(*run.model, *run.batch) + 63) / 64 * 64;
+  const uintptr_t room = (uintptr_t)c.zoom.need(run.zoom_bytes * c.team().size() + 64);
+  run.zoom_room = (char*)((room + 63) / 64 * 64);
 }
 
 template <class F>
@@ -234,6 +244,7 @@ void run_layers(Context& c, const Model* m, const Pool* p, const Batch* b, float
   run.gated = c.gated.need(rows, m->inner);
   run.gate = run.gated.rows;
   run.up = c.up.need(rows * m->inner);
+  make_zoom_room(c, run);
   // Once for every layer ahead of the team, so that all have the room that the largest needs.
   for (int layer = first; layer < last; layer++) build_tasks(c, *m, *b, layer);
   on_team(c, [&](int thread, int threads) {
@@ -254,7 +265,7 @@ void run_layers(Context& c, const Model* m, const Pool* p, const Batch* b, float
 #define MKV_API extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of a structure or signature here.
-MKV_API int mkv_version() { return 8; }
+MKV_API int mkv_version() { return 9; }
 
 // Name of the i-th supported instruction set, best first; null past the end.
 MKV_API const char* mkv_isa(int i) {
@@ -311,6 +322,18 @@ MKV_API int mkv_attend(Context* c, const Model* m, const Pool* p, const Batch* b
     point_to_scratch(*c, run);
     c->next_task = 0;
     on_team(*c, [&](int thread, int threads) { c->kernels->attention(run, layer, thread, threads); });
+  });
+}
+
+// Zooms in and out for the rotated queries in qkv in the sequences of the batch that have spans; what is not at
+// hand is left to the caller.
+MKV_API int mkv_zoom(Context* c, const Model* m, const Pool* p, const Batch* b, const float* qkv, int layer) {
+  return status_of([&] {
+    Run run = make_run(*c, m, p, b);
+    run.qkv = const_cast<float*>(qkv);
+    make_zoom_room(*c, run);
+    c->next_zoom = 0;
+    on_team(*c, [&](int thread, int) { c->kernels->zoom(run, layer, thread); });
   });
 }
 

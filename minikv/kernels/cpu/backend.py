@@ -14,7 +14,6 @@ from torch import Tensor
 from minikv.errors import ConfigError
 from minikv.kernels.batch import Batch
 from minikv.kernels.cpu.library import (
-    ROUTE,
     BatchStruct,
     LayerStruct,
     LibraryMissing,
@@ -26,6 +25,7 @@ from minikv.kernels.cpu.library import (
 )
 from minikv.kernels.cpu.pack import PackedMatrix
 from minikv.kernels.cpu.slots import CompiledSlots
+from minikv.kernels.cpu.zoom import CompiledRouting
 
 if TYPE_CHECKING:
     from minikv.cache.pool import PagePool
@@ -55,34 +55,6 @@ class _Plan:
     batch: BatchStruct
     pool: PoolStruct
     kept: list[Tensor]
-
-
-class _Route:
-    """A batch's `route` as the library calls it. What it raises is raised again by `finish`."""
-
-    def __init__(self, batch: Batch, query_heads: int, head_dim: int) -> None:
-        assert batch.route is not None
-        self._work = batch.route
-        kv_heads = batch.lane_pages.shape[2]
-        self._rows, self._width = batch.num_rows, (query_heads + 2 * kv_heads) * head_dim
-        self._heads, self._head_dim = query_heads, head_dim
-        self._error: BaseException | None = None
-        self.call = ROUTE(self._run)
-
-    def _run(self, layer: int, address: int) -> None:
-        if self._error is not None:
-            return
-        try:
-            numbers = (ctypes.c_float * (self._rows * self._width)).from_address(address)
-            rows = torch.frombuffer(numbers, dtype=torch.float32).view(self._rows, -1, self._head_dim)
-            self._work(layer, rows[:, : self._heads])
-        except BaseException as error:  # must not pass through the library
-            self._error = error
-
-    def finish(self) -> None:
-        """Raise what was held back."""
-        if self._error is not None:
-            raise self._error
 
 
 class CpuBackend:
@@ -135,7 +107,6 @@ class CpuBackend:
             pointers += [t.data_ptr() for t in into]
         else:
             pointers += [None] * 3
-        pointers.append(None)  # `layers` knows how wide the rows are
         struct = BatchStruct(batch.num_rows, batch.num_sequences, pages.shape[-1], captures, *pointers)
         batch.plan = _Plan(struct, self._pool_struct(batch.pool), kept)
 
@@ -196,14 +167,26 @@ class CpuBackend:
     def layers(self, model: ModelStruct, batch: Batch, hidden: Tensor, first: int, last: int) -> None:
         """Run the decoder layers [first, last) over hidden [T, hidden] float32, in place."""
         plan: _Plan = batch.plan
-        route = None if batch.route is None else _Route(batch, model.query_heads, model.head_dim)
-        plan.batch.route = None if route is None else ctypes.cast(route.call, ctypes.c_void_p)
+        routing = None if batch.route is None else CompiledRouting(batch.route, plan.batch)
         status = self.library.mkv_layers(
             self.context, model, plan.pool, plan.batch, hidden.data_ptr(), first, last
         )
         _check(status)
-        if route is not None:
-            route.finish()
+        if routing is not None:
+            routing.finish()
+
+    def zoom(self, q: Tensor, batch: Batch, layer: int) -> None:
+        """Zoom in and out as `layers` does between writing and attending, for rotated queries
+        [T, query_heads, head_dim] float32."""
+        assert batch.route is not None
+        width = batch.lane_pages.shape[2]
+        qkv = torch.cat((q, q.new_zeros(len(q), 2 * width, q.shape[2])), dim=1)
+        plan: _Plan = batch.plan
+        routing = CompiledRouting(batch.route, plan.batch)
+        model = self._heads(qkv, batch)
+        _check(self.library.mkv_zoom(self.context, model, plan.pool, plan.batch, qkv.data_ptr(), layer))
+        routing.fetch(layer)
+        routing.finish()
 
     @property
     def slots(self) -> CompiledSlots:

@@ -93,7 +93,33 @@ struct Batch {
   const int32_t* capture_of;    // [T]: where a row's rotated queries are copied to, -1 for nowhere; or null
   float* captured;              // [layers][captures][query_heads][head_dim]
   float* captured_norms;        // [layers][captures]: of the residual streams that the queries were made from
-  void (*route)(int layer, const float* qkv);  // called before the attention of each layer, by one thread; or null
+  // Called by one thread before the attention of each layer in which rows enter that are not at hand; or null.
+  void (*fetch)(int layer);
+  int32_t num_zooms;
+  const struct Zoom* zooms;     // [num_zooms], of those sequences that have spans to zoom in
+};
+
+// Exact rows of the tokens [start, end) of one layer, lane after lane, not aligned; null for a column of which
+// all numbers are alike. Laid out as `SOURCE` in minikv/cache/tiers/reach.py.
+struct Source {
+  int64_t start, end;
+  const char *positions, *masses, *key_scales, *keys, *value_scales, *values;
+};
+
+// What a sequence of a batch may zoom in (route.h); see the Python object of that name.
+struct Zoom {
+  int32_t sequence, off, spans, rows, basis_entries, digits, most, beside, groups, parts;
+  float hold, least;
+  const int64_t *starts, *sizes, *slots;  // [layers][kv_heads][spans]; no tokens where there is no span
+  const int64_t* area;                    // [layers][kv_heads][rows], slots
+  const int64_t* basis;                   // [layers][kv_heads][basis_entries], slots
+  int64_t* owners;                        // [layers][kv_heads][rows], tokens
+  int32_t* cells;                         // [layers][kv_heads][rows], of those tokens
+  const float *scale, *bias;              // [layers][query_heads][head_dim / 4], [layers][query_heads]; or null
+  const Source* sources;                  // [layers][parts]
+  const uint8_t* at_hand;                 // [layers], whether all sources are there
+  int32_t* entered;                       // [layers][kv_heads], how many rows came
+  int32_t* entered_rows;                  // [layers][kv_heads][rows], which
 };
 
 // Attention work of one layer: a block of a lane for all rows, or a run of rows over the whole lane.
@@ -116,7 +142,9 @@ struct Run {
   float* scratch;
   struct Partial* partials;
   const std::vector<Task>*tasks, *merges;
-  std::atomic<int64_t>* next_task;
+  std::atomic<int64_t>*next_task, *next_zoom;
+  char* zoom_room;        // one part of zoom_bytes for each thread
+  size_t zoom_bytes;
 };
 
 // What one block of entries, or several merged, give a query row beside its weighted value.
@@ -155,6 +183,8 @@ struct Kernels {
   void (*layer)(const Run&, int layer, int thread, int threads);
   void (*attention)(const Run&, int layer, int thread, int threads);
   void (*write)(const Run&, int layer, int begin, int end);
+  void (*zoom)(const Run&, int layer, int thread);
+  size_t (*zoom_bytes)(const Model&, const Batch&);  // that a thread needs
   void (*encode)(const Matrix&, const Activations&, int begin, int end);
   void (*multiply)(const Matrix&, const Activations&, int rows, float* y, size_t stride, bool add, int begin,
                    int end, const uint8_t* next);

@@ -22,40 +22,6 @@ static void encode(const Matrix& m, const Activations& x, int begin, int end) {
                  x.sums + (size_t)i * (m.inputs / 32), m.inputs);
 }
 
-template <class KV>
-static Lane<KV> lane_of(const Run& run, int layer, int sequence, int head) {
-  const Model& m = *run.model;
-  const Batch& b = *run.batch;
-  const size_t index = ((size_t)sequence * m.num_layers + layer) * m.kv_heads + head;
-  return {(const KV*)run.pool->keys, (const KV*)run.pool->values, run.pool->key_scales, run.pool->value_scales,
-          b.has_mass[sequence] ? run.pool->masses : nullptr, b.lane_pages + index * b.max_pages, m.head_dim,
-          1.f / std::sqrt((float)m.head_dim)};
-}
-
-// Query rows of one (sequence, KV head) in order of token, then of query head in its group.
-struct Queries {
-  const float* q;
-  float* out;
-  size_t q_stride, out_stride;
-  int head_dim, group;
-  int64_t past;
-  const float* query(int row) const { return q + (row / group) * q_stride + (row % group) * head_dim; }
-  float* result(int row) const { return out + (row / group) * out_stride + (row % group) * head_dim; }
-  int64_t seen(int row) const { return past + row / group + 1; }
-};
-
-static Queries queries_of(const Run& run, int layer, int sequence, int head) {
-  const Model& m = *run.model;
-  const Batch& b = *run.batch;
-  const int group = m.query_heads / m.kv_heads, width = (m.query_heads + 2 * m.kv_heads) * m.head_dim;
-  const int64_t first = b.row_starts[sequence];
-  const size_t lane = ((size_t)sequence * m.num_layers + layer) * m.kv_heads + head;
-  const size_t out_width = (size_t)m.query_heads * m.head_dim;
-  const size_t column = (size_t)head * group * m.head_dim;
-  return {run.qkv + first * width + column, run.attended + first * out_width + column, (size_t)width, out_width,
-          m.head_dim, group, b.past_lengths[lane]};
-}
-
 // Rows [first, last) with the block at `start`, in tiles of six; results go to out[row - first].
 template <class KV>
 static void rows_with_block(const Lane<KV>& lane, const Queries& queries, int first, int last, int start,
@@ -251,11 +217,18 @@ static void run_layer(const Run& run, int layer, int thread, int threads) {
   product(l.qkv, run.normed, run.qkv, (size_t)(m.query_heads + 2 * m.kv_heads) * m.head_dim, false,
           share_at(l.output));
   write_any(run, layer, mine.begin, mine.end);
-  if (thread == 0) run.next_task->store(0);
+  if (thread == 0) {
+    run.next_task->store(0);
+    run.next_zoom->store(0);
+  }
   team.barrier();
-  if (run.batch->route) {
-    if (thread == 0) run.batch->route(layer, run.qkv);
+  if (run.batch->num_zooms) {
+    zoom_any(run, layer, thread);
     team.barrier();
+    if (run.batch->fetch) {
+      if (thread == 0 && any_to_fetch(run, layer)) run.batch->fetch(layer);
+      team.barrier();
+    }
   }
   attend_any(run, layer, thread, threads);
   team.barrier();
@@ -272,7 +245,7 @@ static void run_layer(const Run& run, int layer, int thread, int threads) {
 }
 
 extern const Kernels kernels;
-const Kernels kernels = {MKV_NAME, run_layer, attend_any, write_any, encode,
-                         multiply, rms_norm,  largest,    slot_scratch, slot_sums};
+const Kernels kernels = {MKV_NAME, run_layer, attend_any, write_any, zoom_any,     zoom_bytes,
+                         encode,   multiply,  rms_norm,   largest,   slot_scratch, slot_sums};
 
 }  // namespace MKV_NAMESPACE

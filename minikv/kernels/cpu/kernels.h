@@ -7,4 +7,6 @@
 #include "attention.h"
 #include "ops.h"
 #include "slots.h"
+#include "lanes.h"
+#include "route.h"
 #include "forward.h"

@@ -8,7 +8,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 # Must be equal to `mkv_version` in api.cpp.
-VERSION = 8
+VERSION = 9
 
 
 class MatrixStruct(Structure):
@@ -88,12 +88,56 @@ class BatchStruct(Structure):
         ("capture_of", c_void_p),
         ("captured", c_void_p),
         ("captured_norms", c_void_p),
-        ("route", c_void_p),
+        ("fetch", c_void_p),
+        ("num_zooms", c_int32),
+        ("zooms", c_void_p),
     )
 
 
-ROUTE = CFUNCTYPE(None, c_int, c_void_p)
-"""`Batch::route` in common.h."""
+FETCH = CFUNCTYPE(None, c_int)
+"""`Batch::fetch` in common.h."""
+
+
+class ZoomStruct(Structure):
+    """`Zoom` in common.h."""
+
+    _fields_ = (
+        *(
+            (name, c_int32)
+            for name in (
+                "sequence",
+                "off",
+                "spans",
+                "rows",
+                "basis_entries",
+                "digits",
+                "most",
+                "beside",
+                "groups",
+                "parts",
+            )
+        ),
+        ("hold", c_float),
+        ("least", c_float),
+        *(
+            (name, c_void_p)
+            for name in (
+                "starts",
+                "sizes",
+                "slots",
+                "area",
+                "basis",
+                "owners",
+                "cells",
+                "scale",
+                "bias",
+                "sources",
+                "at_hand",
+                "entered",
+                "entered_rows",
+            )
+        ),
+    )
 
 
 class SlotsStruct(Structure):
@@ -181,6 +225,10 @@ _SIGNATURES = {
             c_void_p,
             c_int,
         ),
+    ),
+    "mkv_zoom": (
+        c_int,
+        (c_void_p, POINTER(ModelStruct), POINTER(PoolStruct), POINTER(BatchStruct), c_void_p, c_int),
     ),
     "mkv_pack": (None, (c_int, c_void_p, c_int, c_int, c_void_p, c_void_p)),
     "mkv_logits": (

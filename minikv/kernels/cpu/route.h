@@ -1,0 +1,468 @@
+// Which tokens of a sequence are zoomed in for the queries of a step: estimates of the attention that single
+// tokens draw, from codes in the lanes; a choice among them; and copies of their exact rows.
+//
+// Codes are read eight neighbouring entries at a time, in cells of a token each or of a few. A cell's number
+// says its place in [groups of entries][cells of an entry][8]. One thread does one (sequence, KV head).
+#pragma once
+
+namespace MKV_NAMESPACE {
+
+static constexpr int kLevels = 16, kCells = 8, kZoomTile = 8;
+static constexpr float kMuted = -1e29f;  // log masses below this are of entries that attention does not see
+
+// What a thread works in. `count` cells in all, for `rows` query rows.
+struct ZoomRoom {
+  int count, rows;
+  float *scores, *worth, *sizes;  // [kZoomTile][count], [count], [count]
+  float *numbers, *digits;        // [2 * head_dim][8], [digits][head_dim / 4][8]
+  float *basis;                   // [2 * basis_entries][head_dim]
+  float *weights, *constants, *others;  // [rows][head_dim / 4], [rows], [rows]
+  uint64_t* keys;                 // [count]
+  int64_t* entries;               // [groups], slots of the first of eight entries
+  int32_t* span_at;               // [groups][8]
+  uint8_t* flags;                 // [count]
+};
+
+// Deals out memory in order; from null it counts bytes.
+struct Carver {
+  uintptr_t at;
+  template <class T>
+  T* take(size_t n) {
+    T* found = (T*)at;
+    at += (n * sizeof(T) + 63) / 64 * 64;
+    return found;
+  }
+};
+
+static size_t carve(const Model& m, const Batch& b, const Zoom& z, char* from, ZoomRoom& room) {
+  Carver carver{(uintptr_t)from};
+  const size_t count = (size_t)z.groups * kCells * z.digits * 8, components = m.head_dim / 4;
+  const size_t tokens = b.row_starts[z.sequence + 1] - b.row_starts[z.sequence];
+  const size_t rows = tokens * (m.query_heads / m.kv_heads);
+  room.count = (int)count;
+  room.rows = (int)rows;
+  room.scores = carver.take<float>(kZoomTile * count);
+  room.worth = carver.take<float>(count);
+  room.sizes = carver.take<float>(count);
+  room.numbers = carver.take<float>(16 * m.head_dim);
+  room.digits = carver.take<float>(8 * components * z.digits);
+  room.basis = carver.take<float>((size_t)2 * z.basis_entries * m.head_dim);
+  room.weights = carver.take<float>(rows * components);
+  room.constants = carver.take<float>(rows);
+  room.others = carver.take<float>(rows);
+  room.keys = carver.take<uint64_t>(count);
+  room.entries = carver.take<int64_t>(z.groups);
+  room.span_at = carver.take<int32_t>((size_t)z.groups * 8);
+  room.flags = carver.take<uint8_t>(count);
+  return carver.at - (uintptr_t)from;
+}
+
+static size_t zoom_bytes(const Model& m, const Batch& b) {
+  size_t most = 0;
+  ZoomRoom room;
+  for (int i = 0; i < b.num_zooms; i++) most = std::max(most, carve(m, b, b.zooms[i], nullptr, room));
+  return most;
+}
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(Half x) { return half_to_float(x.bits); }
+static inline float to_float(BFloat x) { return bfloat_to_float(x.bits); }
+static inline float to_float(int8_t x) { return x; }
+
+// What a level of each code adds to the score of each query row, and what no code does.
+template <class KV>
+static void weigh_codes(const Run& run, int layer, const Zoom& z, int head, const Queries& queries,
+                        const ZoomRoom& room) {
+  const Model& m = *run.model;
+  const Pool& pool = *run.pool;
+  const int n = m.head_dim, components = n / 4;
+  const int64_t* slots = z.basis + ((size_t)layer * m.kv_heads + head) * z.basis_entries;
+  for (int e = 0; e < z.basis_entries; e++) {
+    const int64_t slot = slots[e];
+    const float key_scale = sizeof(KV) == 1 ? pool.key_scales[slot] : 1.f;
+    const float value_scale = sizeof(KV) == 1 ? pool.value_scales[slot] : 1.f;
+    const KV* key = (const KV*)pool.keys + (size_t)(slot / kPage) * n * kPage + slot % kPage;
+    const KV* value = (const KV*)pool.values + (size_t)slot * n;
+    float* to = room.basis + (size_t)2 * e * n;
+    for (int d = 0; d < n; d++) to[d] = to_float(key[d * kPage]) * key_scale;
+    for (int d = 0; d < n; d++) to[n + d] = to_float(value[d]) * value_scale;
+  }
+  const float factor = 1.f / std::sqrt((float)n);
+  for (int row = 0; row < room.rows; row++) {
+    const float* q = queries.query(row);
+    const size_t asking = (size_t)layer * m.query_heads + head * queries.group + row % queries.group;
+    float* weights = room.weights + (size_t)row * components;
+    float constant = dot(q, room.basis, n) + (z.bias ? z.bias[asking] : 0.f), sum = 0;
+    for (int j = 0; j < components; j++) {
+      const float scale = z.scale ? z.scale[asking * components + j] : 1.f;
+      weights[j] = dot(q, room.basis + (size_t)(1 + j) * n, n) * scale * factor;
+      sum += weights[j];
+    }
+    room.constants[row] = constant * factor - sum * ((kLevels - 1) / 2.f);
+  }
+}
+
+// The log-sum-exp over what the lane holds beside the area and spans, for each query row; all see all new rows.
+template <class KV, int R>
+static void other_mass(const Lane<KV>& lane, int64_t from, int64_t to, const float* const* q, float* out) {
+  alignas(32) float scores[R][kBlock];
+  Partial sum[R];
+  for (int r = 0; r < R; r++) sum[r] = {-1e30f, 0.f};
+  int count = 0, last = 0;
+  for (int64_t entry = from; entry < to; entry += 8) {
+    const int page = lane.pages[entry / kPage], place = (int)(entry % kPage);
+    if (f8_hmax(f8_load(lane.masses + (size_t)page * kPage + place)) > kMuted) {
+      score_part<KV, R, 1>(lane, page, place, q, scores, count, Ahead{});
+      last = (int)std::min<int64_t>(8, to - entry);
+      count += 8;
+    }
+    if (!count || (count < kBlock && entry + 8 < to)) continue;
+    for (int r = 0; r < R; r++) {
+      const Partial next = softmax_row(scores[r], count - 8 + last, count);
+      const float peak = std::max(sum[r].peak, next.peak);
+      sum[r] = {peak, sum[r].total * std::exp(sum[r].peak - peak) + next.total * std::exp(next.peak - peak)};
+    }
+    count = 0;
+  }
+  for (int r = 0; r < R; r++) out[r] = sum[r].peak + std::log(sum[r].total);
+}
+
+template <class KV>
+static void other_masses(const Run& run, int layer, const Zoom& z, int head, const Queries& queries,
+                         const ZoomRoom& room) {
+  Lane<KV> lane = lane_of<KV>(run, layer, z.sequence, head);
+  lane.masses = run.pool->masses;
+  const int64_t to = queries.past + room.rows / queries.group;
+  for (int row = 0; row < room.rows;) {
+    const float* q[4];
+    int count = 0;
+    for (; count < 4 && row + count < room.rows; count++) q[count] = queries.query(row + count);
+    float* out = room.others + row;
+    if (count == 4) other_mass<KV, 4>(lane, z.beside, to, q, out);
+    else if (count == 3) other_mass<KV, 3>(lane, z.beside, to, q, out);
+    else if (count == 2) other_mass<KV, 2>(lane, z.beside, to, q, out);
+    else other_mass<KV, 1>(lane, z.beside, to, q, out);
+    row += count;
+  }
+}
+
+// Which spans lie in each group of eight neighbouring entries; how many groups there are.
+static int group_spans(const Zoom& z, size_t lane, const ZoomRoom& room) {
+  const int64_t *sizes = z.sizes + lane * z.spans, *slots = z.slots + lane * z.spans;
+  int groups = 0;
+  for (int i = 0; i < z.spans; i++) {
+    if (!sizes[i]) continue;
+    const int64_t first = slots[i] / 8 * 8;
+    if (!groups || room.entries[groups - 1] != first) {
+      for (int l = 0; l < 8; l++) room.span_at[groups * 8 + l] = -1;
+      room.entries[groups++] = first;
+    }
+    room.span_at[(groups - 1) * 8 + slots[i] % 8] = i;
+  }
+  return groups;
+}
+
+// The place in a span of so many tokens where a cell begins; its end for one that is not used.
+static inline int64_t first_of(int64_t cell, int64_t tokens, int cells) {
+  const int64_t used = std::min<int64_t>(tokens, cells);
+  return cell < used ? cell * tokens / used : tokens;
+}
+
+// How many tokens each cell has; whether any has more than one.
+static bool fill_sizes(const Zoom& z, size_t lane, int groups, const ZoomRoom& room) {
+  const int cells = kCells * z.digits;
+  bool shared = false;
+  for (int g = 0; g < groups; g++) {
+    int64_t sizes[8], most = 0;
+    alignas(32) float tokens[8];
+    for (int l = 0; l < 8; l++) {
+      const int span = room.span_at[g * 8 + l];
+      sizes[l] = span < 0 ? 0 : z.sizes[lane * z.spans + span];
+      tokens[l] = (float)sizes[l];
+      most = std::max(most, sizes[l]);
+    }
+    float* out = room.sizes + (size_t)g * cells * 8;
+    if (most <= cells) {
+      for (int k = 0; k < cells; k++)
+        f8_store(out + k * 8, f8_min(f8_max(f8_load(tokens) - f8_set((float)k), f8_zero()), f8_set(1.f)));
+      continue;
+    }
+    shared = true;
+    for (int k = 0; k < cells; k++)
+      for (int l = 0; l < 8; l++)
+        out[k * 8 + l] = (float)(first_of(k + 1, sizes[l], cells) - first_of(k, sizes[l], cells));
+  }
+  return shared;
+}
+
+// The numbers of eight neighbouring entries, keys before values, raised so that none is negative.
+template <class KV>
+static void read_numbers(const Pool& pool, int64_t first, int n, float raise, float* out) {
+  const KV* key = (const KV*)pool.keys + (size_t)(first / kPage) * n * kPage + first % kPage;
+  const KV* value = (const KV*)pool.values + (size_t)first * n;
+  const F8 up = f8_set(raise);
+  for (int d = 0; d < n; d++) {
+    F8 x = f8_load_as(key + (size_t)d * kPage);
+    if (sizeof(KV) == 1) x = f8_round(x * f8_load(pool.key_scales + first));
+    f8_store(out + d * 8, x + up);
+  }
+  out += 8 * n;
+  for (int d = 0; d < n; d += 8) {
+    alignas(32) float rows[8][8];
+    for (int l = 0; l < 8; l++) {
+      F8 x = f8_load_as(value + (size_t)l * n + d);
+      if (sizeof(KV) == 1) x = f8_round(x * f8_set(pool.value_scales[first + l]));
+      f8_store(rows[l], x + up);
+    }
+    for (int e = 0; e < 8; e++)
+      for (int l = 0; l < 8; l++) out[(d + e) * 8 + l] = rows[l][e];
+  }
+}
+
+// The codes [D][components][8] that so many numbers hold.
+template <int D>
+static inline void split_digits(const float* numbers, int components, float* digits) {
+  for (int j = 0; j < components; j++) {
+    F8 rest = f8_load(numbers + j * 8);
+    for (int d = D - 1; d > 0; d--) {
+      const float unit = d == 2 ? kLevels * kLevels : kLevels;
+      // Whole numbers: half a unit less, and a half, leave no ties to rounding.
+      const F8 high = f8_round((rest - f8_set((unit - 1) / 2)) * f8_set(1 / unit));
+      rest = f8_fma(high, f8_set(-unit), rest);
+      f8_store(digits + (d * components + j) * 8, high);
+    }
+    f8_store(digits + j * 8, rest);
+  }
+}
+
+// Scores of R query rows with the cells of D digits, not below `peaks`, which rise; -1e30 where there is no cell.
+template <int D, int R>
+static inline void score_cells(const float* digits, int components, const float* weights, const float* constants,
+                               const float* sizes, float* scores, size_t stride, F8* peaks) {
+  F8 sum[D][R];
+  for (int d = 0; d < D; d++)
+    for (int r = 0; r < R; r++) sum[d][r] = f8_set(constants[r]);
+  for (int j = 0; j < components; j++) {
+    F8 w[R];
+    for (int r = 0; r < R; r++) w[r] = f8_set(weights[(size_t)r * components + j]);
+    for (int d = 0; d < D; d++) {
+      const F8 code = f8_load(digits + (d * components + j) * 8);
+      for (int r = 0; r < R; r++) sum[d][r] = f8_fma(code, w[r], sum[d][r]);
+    }
+  }
+  for (int d = 0; d < D; d++) {
+    const size_t at = (size_t)d * kCells * 8;
+    const F8 cap = f8_fma(f8_load(sizes + at), f8_set(2e30f), f8_set(-1e30f));
+    for (int r = 0; r < R; r++) {
+      const F8 score = f8_min(sum[d][r], cap);
+      f8_store(scores + r * stride + at, score);
+      peaks[r] = f8_max(peaks[r], score);
+    }
+  }
+}
+
+template <int D>
+static void score_rows(const ZoomRoom& room, int components, int first, int rows, size_t at, F8* peaks) {
+  for (int r = 0; r < rows;) {
+    const float* weights = room.weights + (size_t)(first + r) * components;
+    const float *constants = room.constants + first + r, *sizes = room.sizes + at;
+    float* scores = room.scores + (size_t)r * room.count + at;
+    const auto score = [&](auto count) {
+      score_cells<D, decltype(count)::value>(room.digits, components, weights, constants, sizes, scores,
+                                             room.count, peaks + r);
+    };
+    const int left = rows - r;
+    if (left >= 4) score(std::integral_constant<int, 4>());
+    else if (left == 3) score(std::integral_constant<int, 3>());
+    else if (left == 2) score(std::integral_constant<int, 2>());
+    else score(std::integral_constant<int, 1>());
+    r += left < 4 ? left : 4;
+  }
+}
+
+// Scores of query rows [first, first + rows) with all cells.
+template <class KV, int D>
+static void score_tile(const Run& run, const ZoomRoom& room, int groups, int first, int rows, F8* peaks) {
+  const int n = run.model->head_dim, components = n / 4;
+  const float raise = D == 3 ? 2048.f : D == 2 ? 128.f : 8.f;
+  for (int r = 0; r < rows; r++) peaks[r] = f8_set(-1e30f);
+  for (int g = 0; g < groups; g++) {
+    read_numbers<KV>(*run.pool, room.entries[g], n, raise, room.numbers);
+    for (int c = 0; c < kCells; c++) {
+      split_digits<D>(room.numbers + (size_t)c * components * 8, components, room.digits);
+      score_rows<D>(room, components, first, rows, ((size_t)g * D * kCells + c) * 8, peaks);
+    }
+  }
+}
+
+// Adds to the worth of cells the mean attention mass of one token, over all query rows, of which these are some.
+static void add_worth(const ZoomRoom& room, int count, int first, int rows, const F8* peaks) {
+  float factors[kZoomTile];
+  for (int r = 0; r < rows; r++) {
+    float* scores = room.scores + (size_t)r * room.count;
+    const float peak = f8_hmax(peaks[r]), other = room.others[first + r];
+    F8 total = f8_zero();
+    for (int i = 0; i < count; i += 8) {
+      const F8 e = f8_exp(f8_load(scores + i) - f8_set(peak));
+      f8_store(scores + i, e);
+      total = f8_fma(e, f8_load(room.sizes + i), total);
+    }
+    const float most = std::max(peak, other);
+    factors[r] = std::exp(peak - most) /
+                 ((f8_hsum(total) * std::exp(peak - most) + std::exp(other - most)) * (float)room.rows);
+  }
+  for (int i = 0; i < count; i += 8) {
+    F8 sum = first ? f8_load(room.worth + i) : f8_zero();
+    for (int r = 0; r < rows; r++)
+      sum = f8_fma(f8_load(room.scores + (size_t)r * room.count + i), f8_set(factors[r]), sum);
+    f8_store(room.worth + i, sum);
+  }
+}
+
+template <class KV>
+static void estimate(const Run& run, const Zoom& z, const ZoomRoom& room, int groups) {
+  const int count = groups * kCells * z.digits * 8;
+  F8 peaks[kZoomTile];
+  for (int first = 0; first < room.rows; first += kZoomTile) {
+    const int rows = std::min(kZoomTile, room.rows - first);
+    if (z.digits == 3) score_tile<KV, 3>(run, room, groups, first, rows, peaks);
+    else if (z.digits == 2) score_tile<KV, 2>(run, room, groups, first, rows, peaks);
+    else score_tile<KV, 1>(run, room, groups, first, rows, peaks);
+    add_worth(room, count, first, rows, peaks);
+  }
+}
+
+enum ZoomFlag : uint8_t { kHeld = 1, kChosen = 2 };
+
+static inline uint32_t cell_of(uint64_t key) { return ~(uint32_t)key; }
+
+// The cells of most worth whose tokens have room, by the front of `keys`; how many. Of equal ones the first.
+static int choose_cells(const Zoom& z, const ZoomRoom& room, int count, bool shared) {
+  int able = 0;
+  for (int i = 0; i < count; i += 8) {
+    if (f8_hmax(f8_load(room.worth + i)) < z.least) continue;
+    for (int l = i; l < i + 8; l++) {
+      float worth = room.worth[l];
+      if (!(worth >= z.least) || room.sizes[l] == 0) continue;
+      if (room.flags[l] & kHeld) worth *= z.hold;
+      uint32_t bits;
+      std::memcpy(&bits, &worth, 4);  // of positive numbers in their order
+      room.keys[able++] = (uint64_t)bits << 32 | (uint32_t)~l;
+    }
+  }
+  const int best = std::min(able, z.most);
+  const auto greater = [](uint64_t a, uint64_t b) { return a > b; };
+  if (best < able) std::nth_element(room.keys, room.keys + best, room.keys + able, greater);
+  if (!shared) return best;
+  std::sort(room.keys, room.keys + best, greater);
+  int64_t tokens = 0;
+  for (int i = 0; i < best; i++) {
+    tokens += (int64_t)room.sizes[cell_of(room.keys[i])];
+    if (tokens > z.most) return i;
+  }
+  return best;
+}
+
+template <class KV>
+static void copy_row(const Run& run, const Zoom& z, int layer, int head, int64_t token, int64_t slot) {
+  const Pool& pool = *run.pool;
+  const int n = run.model->head_dim;
+  const Source* s = z.sources + (size_t)layer * z.parts;
+  while (token >= s->end) s++;
+  const size_t row = (size_t)(head * (s->end - s->start) + token - s->start);
+  KV* key = (KV*)pool.keys + (size_t)(slot / kPage) * n * kPage + slot % kPage;
+  const char* from = s->keys + row * n * sizeof(KV);
+  for (int d = 0; d < n; d++) std::memcpy(key + (size_t)d * kPage, from + d * sizeof(KV), sizeof(KV));
+  std::memcpy((KV*)pool.values + (size_t)slot * n, s->values + row * n * sizeof(KV), n * sizeof(KV));
+  if (sizeof(KV) == 1) {
+    std::memcpy(pool.key_scales + slot, s->key_scales + row * 4, 4);
+    std::memcpy(pool.value_scales + slot, s->value_scales + row * 4, 4);
+  }
+  std::memcpy(pool.positions + slot, s->positions + row * 4, 4);
+  if (s->masses) std::memcpy(pool.masses + slot, s->masses + row * 4, 4);
+  else pool.masses[slot] = 0;
+}
+
+// Gives rows of the area to the chosen cells, if there is one among them that has none.
+template <class KV>
+static void change_rows(const Run& run, const Zoom& z, const ZoomRoom& room, int layer, int head, int chosen) {
+  const size_t lane = (size_t)layer * run.model->kv_heads + head;
+  const int64_t *area = z.area + lane * z.rows, *starts = z.starts + lane * z.spans;
+  int64_t* owners = z.owners + lane * z.rows;
+  int32_t *owned = z.cells + lane * z.rows, *entered = z.entered_rows + lane * z.rows;
+  int entering = 0;
+  for (int i = 0; i < chosen; i++) {
+    uint8_t& flags = room.flags[cell_of(room.keys[i])];
+    if (!(flags & kHeld)) room.keys[entering++] = room.keys[i];
+    flags |= kChosen;
+  }
+  if (!entering) return;
+  for (int row = 0; row < z.rows; row++) {
+    if (owners[row] < 0 || room.flags[owned[row]] & kChosen) continue;
+    run.pool->masses[area[row]] = -std::numeric_limits<float>::infinity();
+    owners[row] = -1;
+  }
+  std::sort(room.keys, room.keys + entering, [](uint64_t a, uint64_t b) { return cell_of(a) < cell_of(b); });
+  const int cells = kCells * z.digits;
+  int row = 0, count = 0;
+  for (int i = 0; i < entering; i++) {
+    const int at = (int)cell_of(room.keys[i]), span = room.span_at[at / (8 * cells) * 8 + at % 8];
+    const int64_t first = starts[span] + first_of(at / 8 % cells, z.sizes[lane * z.spans + span], cells);
+    for (int64_t token = first; token < first + (int64_t)room.sizes[at]; token++) {
+      while (owners[row] >= 0) row++;
+      owners[row] = token;
+      owned[row] = at;
+      entered[count++] = row;
+      if (z.at_hand[layer]) copy_row<KV>(run, z, layer, head, token, area[row]);
+    }
+  }
+  z.entered[lane] = count;
+}
+
+template <class KV>
+static void zoom_head(const Run& run, int layer, const Zoom& z, int head, char* memory) {
+  const size_t lane = (size_t)layer * run.model->kv_heads + head;
+  z.entered[lane] = 0;
+  if (z.off) return;
+  ZoomRoom room;
+  carve(*run.model, *run.batch, z, memory, room);
+  const int groups = group_spans(z, lane, room);
+  if (!groups) return;
+  const int count = groups * kCells * z.digits * 8;
+  const Queries queries = queries_of(run, layer, z.sequence, head);
+  weigh_codes<KV>(run, layer, z, head, queries, room);
+  other_masses<KV>(run, layer, z, head, queries, room);
+  const bool shared = fill_sizes(z, lane, groups, room);
+  estimate<KV>(run, z, room, groups);
+  std::memset(room.flags, 0, count);
+  for (int row = 0; row < z.rows; row++)
+    if (z.owners[lane * z.rows + row] >= 0) room.flags[z.cells[lane * z.rows + row]] = kHeld;
+  change_rows<KV>(run, z, room, layer, head, choose_cells(z, room, count, shared));
+}
+
+static void zoom_any(const Run& run, int layer, int thread) {
+  const int heads = run.model->kv_heads, tasks = run.batch->num_zooms * heads;
+  char* memory = run.zoom_room + run.zoom_bytes * thread;
+  for (int i; (i = (int)run.next_zoom->fetch_add(1)) < tasks;) {
+    const Zoom& z = run.batch->zooms[i / heads];
+    switch (run.pool->kind) {
+      case kKVF32: zoom_head<float>(run, layer, z, i % heads, memory); break;
+      case kKVF16: zoom_head<Half>(run, layer, z, i % heads, memory); break;
+      case kKVBF16: zoom_head<BFloat>(run, layer, z, i % heads, memory); break;
+      default: zoom_head<int8_t>(run, layer, z, i % heads, memory);
+    }
+  }
+}
+
+// Whether rows entered in a layer that are still to be fetched.
+static bool any_to_fetch(const Run& run, int layer) {
+  const int heads = run.model->kv_heads;
+  for (int i = 0; i < run.batch->num_zooms; i++) {
+    const Zoom& z = run.batch->zooms[i];
+    for (int h = 0; h < heads && !z.at_hand[layer]; h++)
+      if (z.entered[(size_t)layer * heads + h]) return true;
+  }
+  return false;
+}
+
+}  // namespace MKV_NAMESPACE
