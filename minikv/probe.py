@@ -19,7 +19,7 @@ from minikv.cache.evidence import Recorded, Recorder, token_surprisal
 from minikv.cache.policies.base import AnyPolicy, Evidence
 from minikv.cache.spans.router import Router
 from minikv.cache.spans.routing import Zooming
-from minikv.cache.spans.share import area_of
+from minikv.cache.spans.share import area_of, lanes_part
 from minikv.cache.spans.zoom import Counters, Zoomed, check_device, zoom_in
 from minikv.cache.tiers.below import Below
 from minikv.cache.tiers.storage import Storage
@@ -268,7 +268,9 @@ class Probe:
             below.forget()
             return report
         below.basis = report.basis
-        pages, rows = area_of(limit, getattr(policy, "resident", 1.0), self.store, self._num_tokens[seq])
+        num_tokens = self._num_tokens[seq]
+        part = lanes_part(policy, limit, self.store, num_tokens)
+        pages, rows = area_of(limit, part, self.store, num_tokens)
         zooming = replace(getattr(policy, "zooming", Zooming(0)), rows=rows)
         self._give_area(seq, _Spans(below, pages, zooming, getattr(policy, "router", None)))
         return replace(report, bytes=(report.bytes[0], self.store.bytes_of(seq)))

@@ -32,7 +32,7 @@ def test_segments_part_every_lane_exactly_into_as_many_as_wanted(seed, count, wi
     surprisal, free, kept = lanes(seed, count, width)
     entries, floor = (free | kept).sum(1), kept.sum(1)
     wanted = torch.maximum(floor, ((entries - floor) * part).long() + floor)
-    found = segments(surprisal, free, kept, wanted, cutting)
+    found = segments(surprisal, free, kept, wanted, cutting, 1000)
     for lane in range(count):
         of_lane = found[lane].tolist()
         assert all(
@@ -64,7 +64,7 @@ def test_anchors_stand_out_from_what_is_not_kept_anyway_and_from_their_neighbour
 def test_text_without_surprises_is_cut_into_equal_spans():
     free = torch.ones(1, 60, dtype=torch.bool)
     for values in (torch.zeros(1, 60), torch.full((1, 60), torch.nan)):
-        found = segments(values, free, ~free, torch.tensor([6]), Cutting())
+        found = segments(values, free, ~free, torch.tensor([6]), Cutting(), 1000)
         assert found[0].bincount().tolist() == [10] * 6
 
 
@@ -73,7 +73,7 @@ def test_with_few_segments_there_are_fewer_anchors():
     surprisal[0, 5::10] = 9.0 + torch.arange(10.0)
     free = torch.ones(1, 100, dtype=torch.bool)
     for wanted in (1, 2, 3, 7, 21, 40):
-        found = segments(surprisal, free, ~free, torch.tensor([wanted]), Cutting(1.0, 1.0, 4))
+        found = segments(surprisal, free, ~free, torch.tensor([wanted]), Cutting(1.0, 1.0, 4), 1000)
         single = [5 + 10 * i for i in range(10) if (found[0] == found[0, 5 + 10 * i]).sum() == 1]
         assert len(single) == min(10, (wanted - 1) // 2)
         assert single == [5 + 10 * i for i in range(10 - len(single), 10)]

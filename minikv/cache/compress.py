@@ -34,6 +34,7 @@ from minikv.cache.protect import Ranges, pinned_too_much, protect
 from minikv.cache.references import Seen
 from minikv.cache.showing import for_refit, joined, shown_to
 from minikv.cache.spans.codes import Basis
+from minikv.cache.spans.share import lanes_part
 from minikv.config import CacheConfig
 from minikv.errors import ConfigError
 from minikv.kernels.backend import CPU, AttentionBackend
@@ -290,7 +291,8 @@ class Compressor:
             return None
         ceiling = None
         # What is zoomed in has its own part of the budget, from the first merged entry on.
-        share, merged = getattr(policy, "resident", 1.0), self.store.num_merged(seq)
+        share = lanes_part(policy, limit, self.store, of_tokens or num_tokens)
+        merged = self.store.num_merged(seq)
         if limit.kind == "bytes":
             whole = Ceiling.of(limit, self.store)
             ceiling = whole.part(share)

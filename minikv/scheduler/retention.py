@@ -19,7 +19,7 @@ from minikv.cache.policies.profile import HeadProfile
 from minikv.cache.policies.registry import ZOOMING_NAMES, make_policy
 from minikv.cache.protect import Ranges
 from minikv.cache.spans.router import Router
-from minikv.cache.spans.share import area_of
+from minikv.cache.spans.share import area_of, lanes_part
 from minikv.cache.spans.zoom import check_device
 from minikv.config import CacheConfig, EngineConfig
 from minikv.errors import ConfigError
@@ -42,8 +42,7 @@ class Retention:
     whenever it has grown `stride` entries per lane above the budget, a decoding sequence `slack` entries.
     Under a budget in bytes both must fit the ceiling as well, and a compression leaves room for them.
 
-    What a policy that `zooms` merges is kept below the pool; its lanes get the part `resident` of the budget,
-    and what is zoomed in the rest. `routed` rows of a prompt, and single rows of a reply, choose together.
+    What a policy that `zooms` merges is kept below the pool; its lanes get `lanes_part` of the budget, and what is zoomed in the rest. `routed` rows of a prompt, and single rows of a reply, choose together.
 
     evidence: what is to be recorded.
     """
@@ -66,7 +65,6 @@ class Retention:
         self.slack = cache.decode_slack
         self.stride = prefill_chunk
         self.routed = min(_ROUTED, prefill_chunk)
-        self.resident: float = getattr(policy, "resident", 1.0)
         self.zooms: bool = getattr(policy, "zooms", False)
         if policy is None:
             return
@@ -78,7 +76,7 @@ class Retention:
         self.page_size = store.pool.page_size
         if cache.limit is not None and cache.limit.kind == "bytes":
             self.ceiling = Ceiling.of(cache.limit, store)
-            part = self.ceiling.part(self.resident)
+            part = self.ceiling.part(self._part(0))
             self.slack = part.slack(cache.decode_slack)
             self.stride = min(prefill_chunk, max(self.slack, part.per_lane // 4))
 
@@ -109,13 +107,14 @@ class Retention:
         allowed = min(wanted, left) if left > 0 else wanted
         if left > 0 and not self.streaming:
             return allowed
-        resident = self.resident if self.has_spans(num_computed, lengths) else 1.0
+        num_tokens = max(num_computed, num_prompt)
+        part = self._part(num_tokens) if self.has_spans(num_computed, lengths) else 1.0
         if self.ceiling is not None:
-            return self.ceiling.part(resident).rows_that_fit(lengths, allowed)
+            return self.ceiling.part(part).rows_that_fit(lengths, allowed)
         growth = self.stride if left > 0 else self.slack
         if growth is None:
             return allowed
-        total = int(resident * self._entries(max(num_computed, num_prompt)))
+        total = int(part * self._entries(num_tokens))
         spare = (total - int(lengths.sum())) // self.num_lanes + growth
         # Pinned entries may fill more than the budget; that must not mean compressing at every token.
         return min(allowed, max(0, spare, growth - since))
@@ -127,7 +126,7 @@ class Retention:
     def zoomed(self, num_tokens: int) -> tuple[int, int]:
         """Pages and rows per lane for what is zoomed in, of a sequence of so many tokens."""
         assert self.cache.limit is not None and self._store is not None
-        return area_of(self.cache.limit, self.resident, self._store, num_tokens)
+        return area_of(self.cache.limit, self._part(num_tokens), self._store, num_tokens)
 
     def room(self, num_computed: int, num_prompt: int) -> int:
         """Entries per lane that a compression is to leave free; only a ceiling needs any."""
@@ -151,6 +150,11 @@ class Retention:
         ends = self.page_size * (2 if self.zooms else 1)
         entries = kept + (self.stride + ends) * self.num_lanes
         return -(-entries // self.page_size)
+
+    def _part(self, num_tokens: int) -> float:
+        """Of the budget, that the lanes get where there are spans."""
+        assert self.cache.limit is not None and self._store is not None
+        return lanes_part(self.policy, self.cache.limit, self._store, num_tokens)
 
     def _entries(self, num_tokens: int) -> int:
         limit = self.cache.limit

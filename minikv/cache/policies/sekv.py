@@ -47,18 +47,20 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Measured:
-    """What `assign` and `merge` need of a layer. basis: what the codes of its spans mean."""
+    """What `assign` and `merge` need of a layer. basis: what the codes of its spans mean; cells: codes that an
+    entry holds."""
 
     lanes: Lanes
     basis: Basis
+    cells: int
 
 
 class SeKV:
     """Keeps the entries of surprising tokens and makes one entry of each span between them.
 
     What a span stands for is kept below the pool, and rows of it are put back for queries that want them,
-    which is not done here (`cache.spans`): with `zooms`, the framework gives this policy `resident` of the
-    budget and leaves the rest for rows that are put back. The entry of a span holds codes of its tokens' keys
+    which is not done here (`cache.spans`): with `zooms`, the framework gives this policy up to `resident` of
+    the budget and leaves the rest for rows that are put back. The entry of a span holds codes of its tokens' keys
     (`cache.spans.codes`), which tell which queries want them; attention does not see it. Its position is that
     of its token n // 2, so that an entry of n tokens says by itself which they are.
 
@@ -74,7 +76,7 @@ class SeKV:
 
     name = "sekv"
     zooms = True
-    resident = 0.57
+    resident = 0.6
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class SeKV:
         sealed = view.valid & (view.positions <= last)
         surprisal = known[view.positions.clamp(min=0)].masked_fill(view.counts > 1, torch.nan)
         lanes = Lanes(surprisal, view.valid, protected & view.valid, sealed, view.counts)
-        return Measured(lanes, view.basis or _basis(view, protected))
+        return Measured(lanes, view.basis or _basis(view, protected), cells_of(view.kv_dtype))
 
     @torch.inference_mode()
     def assign(self, measured: list[Measured], total: int) -> list[Tensor]:
@@ -116,18 +118,20 @@ class SeKV:
         first = layers[0]
         alike = all(_equal(layer, first) for layer in layers)
         if not alike:
-            return [self._places(layer, of_layer) for layer, of_layer in zip(layers, wanted, strict=True)]
+            pairs = zip(layers, wanted, strict=True)
+            return [self._places(layer, of_layer, measured[0].cells) for layer, of_layer in pairs]
         numbers, which = wanted.unique(return_inverse=True)
         one = Lanes(**{name: t[:1].expand(len(numbers), -1) for name, t in vars(first).items()})
-        return list(self._places(one, numbers)[which])
+        return list(self._places(one, numbers, measured[0].cells)[which])
 
-    def _places(self, lanes: Lanes, wanted: Tensor) -> Tensor:
-        """Places [kv_heads, n] of lanes that are to have `wanted` [kv_heads] segments."""
+    def _places(self, lanes: Lanes, wanted: Tensor, cells: int) -> Tensor:
+        """Places [kv_heads, n] of lanes that are to have `wanted` [kv_heads] segments, with codes for `cells`
+        tokens in each."""
         kept = lanes.protected | lanes.sealed
         left, free = wanted - kept.sum(dim=1), (lanes.valid & ~kept).sum(dim=1)
         tight = (left * self.longest < free)[:, None]
         kept = torch.where(tight, lanes.protected, kept)
-        return segments(lanes.surprisal, lanes.valid & ~kept, kept, wanted, self.cutting)
+        return segments(lanes.surprisal, lanes.valid & ~kept, kept, wanted, self.cutting, cells)
 
     @torch.inference_mode()
     def merge(self, view: LayerView, measured: Measured, assignment: Tensor, protected: Tensor) -> Rows:

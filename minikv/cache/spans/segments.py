@@ -51,17 +51,19 @@ def anchors(surprisal: Tensor, free: Tensor, cutting: Cutting) -> Tensor:
     return above & (heights > before) & (heights >= after)
 
 
-def segments(surprisal: Tensor, free: Tensor, kept: Tensor, wanted: Tensor, cutting: Cutting) -> Tensor:
+def segments(
+    surprisal: Tensor, free: Tensor, kept: Tensor, wanted: Tensor, cutting: Cutting, longest: int
+) -> Tensor:
     """The segment that each entry goes into: [lanes, n] int64, ascending from 0 without gaps, -1 for entries
     that go into none.
 
     free, kept: [lanes, n] bool, entries to be cut into segments, and those that are one of their own; the
     rest is past a lane's end. wanted: [lanes] int64, segments of each lane in all, at least those kept and
-    at most its entries; so many there are. Segments of free entries hold neighbours alone. Where there are
+    at most its entries; so many there are. longest: entries of a segment for which anchors give way. Segments of free entries hold neighbours alone. Where there are
     fewer segments than runs of free entries between kept ones, the shortest runs go into none.
     """
     left = wanted - kept.sum(dim=1)
-    chosen = _strongest(surprisal, free, kept, left, anchors(surprisal, free, cutting), cutting)
+    chosen = _strongest(surprisal, free, left, anchors(surprisal, free, cutting), cutting, longest)
     single = kept | chosen
     run, length = _runs(free & ~chosen)
     parts = _divide(length, left - chosen.sum(dim=1))
@@ -75,10 +77,10 @@ def segments(surprisal: Tensor, free: Tensor, kept: Tensor, wanted: Tensor, cutt
 
 
 def _strongest(
-    surprisal: Tensor, free: Tensor, kept: Tensor, left: Tensor, possible: Tensor, cutting: Cutting
+    surprisal: Tensor, free: Tensor, left: Tensor, possible: Tensor, cutting: Cutting, longest: int
 ) -> Tensor:
-    """As many of the possible anchors, the most surprising first, as leave a segment for every run between
-    them."""
+    """As many of the possible anchors, the most surprising first, as leave segments of at most `longest`
+    entries for all between them."""
     heights = surprisal.masked_fill(~possible, -torch.inf)
     rank = heights.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     low = torch.zeros_like(left)
@@ -86,7 +88,7 @@ def _strongest(
     while bool((low < high).any()):
         middle = (low + high + 1) // 2
         some = possible & (rank < middle[:, None])
-        needed = some.sum(dim=1) + _runs(free & ~some)[1].gt(0).sum(dim=1)
+        needed = some.sum(dim=1) + torch.ceil(_runs(free & ~some)[1] / longest).long().sum(dim=1)
         fits = needed <= left
         low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
     return possible & (rank < low[:, None])

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from minikv.cache.budget import Budget
 from minikv.cache.ceiling import Ceiling
 from minikv.cache.lanes import LaneStore
-from minikv.cache.spans.codes import basis_entries
+from minikv.cache.spans.codes import basis_entries, cells_of
+
+_BESIDE = 32  # entries of a lane for sinks, recent tokens and some anchors
+_SPARE = 1.1  # spans for each that is needed, since anchors cut them short
+_LEAST = 0.5  # of the most that lanes get, however few spans there are
+
+
+def lanes_part(policy: Any, limit: Budget, store: LaneStore, num_tokens: int) -> float:
+    """The part of a budget that the lanes get, of a sequence of so many tokens under a policy: all of it, or for
+    one that zooms what its spans need so that every token has a code of its own, up to `resident`."""
+    most: float = getattr(policy, "resident", 1.0)
+    if limit.kind == "bytes" or not getattr(policy, "zooms", False):
+        return most
+    whole = limit.entries(num_tokens, store.num_lanes) / store.num_lanes
+    needed = _BESIDE + _SPARE * num_tokens / cells_of(store.pool.dtype)
+    return most * min(1.0, max(_LEAST, needed / (whole * most)))
 
 
 def area_of(limit: Budget, resident: float, store: LaneStore, num_tokens: int) -> tuple[int, int]:
