@@ -10,8 +10,10 @@ import torch
 from cli_tools import error_of, invoke, write_tiny_model
 
 from minikv import LLM, CacheConfig, SamplingParams, TierConfig
+from minikv.cache.budget import Budget
 from minikv.cache.policies.registry import make_policy
 from minikv.cache.spans.router import Router
+from minikv.cache.spans.share import lanes_part
 from minikv.calibration.journal import Journal
 from minikv.calibration.measure import Continuation
 from minikv.calibration.router_file import load_router_for
@@ -155,7 +157,8 @@ def test_a_probe_counts_and_frees_what_it_zooms_in(probe: Probe) -> None:
     probe.feed(seq, ids, "none", recorder)
     report = probe.compress(seq, policy, CacheConfig(policy="sekv", budget=100), recorder.result())
     lanes = probe.store.num_lanes
-    assert report.entries == (240 * lanes, int(policy.resident * 100 * lanes)) and report.merged
+    part = lanes_part(policy, Budget("entries", 100), probe.store, 240)
+    assert report.entries == (240 * lanes, int(part * 100 * lanes)) and report.merged
     assert report.bytes[1] == probe.store.bytes_of(seq) == (2 + 2) * lanes * probe.store.pool.page_bytes
     copy = probe.fork(seq)
     before = probe.zoomed.rows

@@ -47,8 +47,8 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Measured:
-    """What `assign` and `merge` need of a layer. basis: what the codes of its spans mean; cells: codes that an
-    entry holds."""
+    """What `assign` and `merge` need of a layer. basis: what the codes of its spans mean; cells: codes that
+    an entry holds."""
 
     lanes: Lanes
     basis: Basis
@@ -60,9 +60,9 @@ class SeKV:
 
     What a span stands for is kept below the pool, and rows of it are put back for queries that want them,
     which is not done here (`cache.spans`): with `zooms`, the framework gives this policy up to `resident` of
-    the budget and leaves the rest for rows that are put back. The entry of a span holds codes of its tokens' keys
-    (`cache.spans.codes`), which tell which queries want them; attention does not see it. Its position is that
-    of its token n // 2, so that an entry of n tokens says by itself which they are.
+    the budget and leaves the rest for rows that are put back. The entry of a span holds codes of its tokens'
+    keys (`cache.spans.codes`), which tell which queries want them; attention does not see it. Its position is
+    that of its token n // 2, so that an entry of n tokens says by itself which they are.
 
     All lanes are cut alike. What was cut once stays so; under a budget that does not grow, segments that are
     neighbours are joined, and no other borders appear. The basis of the codes is that of the first cut.

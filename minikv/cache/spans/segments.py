@@ -59,8 +59,9 @@ def segments(
 
     free, kept: [lanes, n] bool, entries to be cut into segments, and those that are one of their own; the
     rest is past a lane's end. wanted: [lanes] int64, segments of each lane in all, at least those kept and
-    at most its entries; so many there are. longest: entries of a segment for which anchors give way. Segments of free entries hold neighbours alone. Where there are
-    fewer segments than runs of free entries between kept ones, the shortest runs go into none.
+    at most its entries; so many there are. longest: entries of a segment, for which anchors give way.
+    Segments of free entries hold neighbours alone. Where there are fewer segments than runs of free entries
+    between kept ones, the shortest runs go into none.
     """
     left = wanted - kept.sum(dim=1)
     chosen = _strongest(surprisal, free, left, anchors(surprisal, free, cutting), cutting, longest)

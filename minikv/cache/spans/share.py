@@ -15,8 +15,8 @@ _LEAST = 0.5  # of the most that lanes get, however few spans there are
 
 
 def lanes_part(policy: Any, limit: Budget, store: LaneStore, num_tokens: int) -> float:
-    """The part of a budget that the lanes get, of a sequence of so many tokens under a policy: all of it, or for
-    one that zooms what its spans need so that every token has a code of its own, up to `resident`."""
+    """The part of a budget that the lanes get, of a sequence of so many tokens under a policy: all of it, or
+    for one that zooms what its spans need so that every token has a code of its own, up to `resident`."""
     most: float = getattr(policy, "resident", 1.0)
     if limit.kind == "bytes" or not getattr(policy, "zooms", False):
         return most
