@@ -42,8 +42,8 @@ class Retention:
     whenever it has grown `stride` entries per lane above the budget, a decoding sequence `slack` entries.
     Under a budget in bytes both must fit the ceiling as well, and a compression leaves room for them.
 
-    What a policy that `zooms` merges is kept below the pool; its lanes get `lanes_part` of the budget, and what
-    is zoomed in the rest. `routed` rows of a prompt, and single rows of a reply, choose together.
+    What a policy that `zooms` merges is kept below the pool; its lanes get `lanes_part` of the budget, and
+    what is zoomed in the rest. `routed` rows of a prompt, and single rows of a reply, choose together.
 
     evidence: what is to be recorded.
     """
