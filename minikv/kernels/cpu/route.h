@@ -344,39 +344,34 @@ static inline uint32_t bits_of(float x) {
   return bits;
 }
 
-// Calls take(place, bits of its rank) for every cell whose rank is not below one.
-template <class F>
-static inline void each_above(const ZoomRoom& room, int count, float rank, F take) {
-  for (int i = 0; i < count; i += 8) {
-    if (f8_hmax(f8_load(room.worth + i)) < rank) continue;
-    for (int l = i; l < i + 8; l++)
-      if (room.worth[l] >= rank && room.sizes[l] > 0) take(l, bits_of(room.worth[l]));
-  }
-}
-
 // The cells of highest rank, `worth`, as long as their tokens have room, by the front of `keys`; how many. Of
-// equal ones the first. Ranks are counted in bins, and only those of the last bin that fits in part are sorted.
+// equal ones the first. Tokens are counted in bins of ranks, and only the last bin of which any fit is sorted.
 static int choose_cells(const Zoom& z, const ZoomRoom& room, int count) {
-  constexpr int kShift = 19, kBins = (0x7f800000 >> kShift) + 1;
-  const float least = std::max(z.least, std::numeric_limits<float>::min());
-  int32_t bins[kBins] = {};
-  each_above(room, count, least, [&](int i, uint32_t bits) { bins[bits >> kShift] += (int32_t)room.sizes[i]; });
-  int bin = kBins - 1;
-  int64_t tokens = 0;
-  for (; bin >= 0 && tokens + bins[bin] <= z.most; bin--) tokens += bins[bin];
-  float edge = least;
-  if (bin >= 0) {
-    const uint32_t bits = (uint32_t)bin << kShift;
-    std::memcpy(&edge, &bits, 4);
-    edge = std::max(edge, least);
+  constexpr uint32_t kShift = 19, kLast = 0x7f800000 >> kShift;  // of infinity; a NaN counts there as well
+  int32_t bins[kLast + 1] = {};
+  for (int i = 0; i < count; i += 8) {
+    if (f8_hmax(f8_load(room.worth + i)) < z.least) continue;
+    for (int l = i; l < i + 8; l++)
+      bins[std::min(bits_of(room.worth[l]) >> kShift, kLast)] += (int32_t)room.sizes[l];
   }
+  const int64_t lowest = bits_of(z.least) >> kShift;
+  int64_t bin = kLast, tokens = 0;
+  for (; bin > lowest && tokens + bins[bin] <= z.most; bin--) tokens += bins[bin];
+  const uint32_t bits = (uint32_t)bin << kShift;
+  float edge;
+  std::memcpy(&edge, &bits, 4);
+  edge = std::max(edge, z.least);
   int chosen = 0, parted = 0;
   uint64_t* end = room.keys + room.count;
-  each_above(room, count, edge, [&](int i, uint32_t bits) {
-    const uint64_t key = (uint64_t)bits << 32 | (uint32_t)~i;
-    if ((int)(bits >> kShift) > bin) room.keys[chosen++] = key;
-    else *(end - ++parted) = key;
-  });
+  for (int i = 0; i < count; i += 8) {
+    if (f8_hmax(f8_load(room.worth + i)) < edge) continue;
+    for (int l = i; l < i + 8; l++) {
+      if (!(room.worth[l] >= edge) || room.sizes[l] == 0) continue;
+      const uint64_t key = (uint64_t)bits_of(room.worth[l]) << 32 | (uint32_t)~l;
+      if (key >> (32 + kShift) > (uint64_t)bin) room.keys[chosen++] = key;
+      else *(end - ++parted) = key;
+    }
+  }
   std::sort(end - parted, end, [](uint64_t a, uint64_t b) { return a > b; });
   for (const uint64_t* key = end - parted; key < end; key++) {
     tokens += (int64_t)room.sizes[cell_of(*key)];
