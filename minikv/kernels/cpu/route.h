@@ -46,7 +46,6 @@ static size_t carve(const Model& m, const Batch& b, const Zoom& z, char* from, Z
   room.sizes = carver.take<float>(count);
   room.numbers = carver.take<float>(16 * m.head_dim);
   room.digits = carver.take<float>(8 * components * z.digits);
-  room.basis = carver.take<float>((size_t)2 * z.basis_entries * m.head_dim);
   room.weights = carver.take<float>(rows * components);
   room.constants = carver.take<float>(rows);
   room.others = carver.take<float>(rows);
@@ -64,10 +63,14 @@ static size_t zoom_bytes(const Model& m, const Batch& b) {
   return most;
 }
 
-static inline float to_float(float x) { return x; }
-static inline float to_float(Half x) { return half_to_float(x.bits); }
-static inline float to_float(BFloat x) { return bfloat_to_float(x.bits); }
-static inline float to_float(int8_t x) { return x; }
+// A query with the value of an entry.
+template <class KV>
+static inline float value_score(const Pool& pool, const KV* values, int64_t slot, const float* q, int n) {
+  const KV* row = values + (size_t)slot * n;
+  F8 sum = f8_zero();
+  for (int d = 0; d < n; d += 8) sum = f8_fma(f8_load_as(row + d), f8_load(q + d), sum);
+  return f8_hsum(sum) * (sizeof(KV) == 1 ? pool.value_scales[slot] : 1.f);
+}
 
 // What a level of each code adds to the score of each query row, and what no code does.
 template <class KV>
@@ -77,28 +80,30 @@ static void weigh_codes(const Run& run, int layer, const Zoom& z, int head, cons
   const Pool& pool = *run.pool;
   const int n = m.head_dim, components = n / 4;
   const int64_t* slots = z.basis + ((size_t)layer * m.kv_heads + head) * z.basis_entries;
-  for (int e = 0; e < z.basis_entries; e++) {
-    const int64_t slot = slots[e];
-    const float key_scale = sizeof(KV) == 1 ? pool.key_scales[slot] : 1.f;
-    const float value_scale = sizeof(KV) == 1 ? pool.value_scales[slot] : 1.f;
-    const KV* key = (const KV*)pool.keys + (size_t)(slot / kPage) * n * kPage + slot % kPage;
-    const KV* value = (const KV*)pool.values + (size_t)slot * n;
-    float* to = room.basis + (size_t)2 * e * n;
-    for (int d = 0; d < n; d++) to[d] = to_float(key[d * kPage]) * key_scale;
-    for (int d = 0; d < n; d++) to[n + d] = to_float(value[d]) * value_scale;
-  }
-  const float factor = 1.f / std::sqrt((float)n);
+  Lane<KV> lane = lane_of<KV>(run, layer, z.sequence, head);
+  lane.masses = nullptr;
   for (int row = 0; row < room.rows; row++) {
     const float* q = queries.query(row);
     const size_t asking = (size_t)layer * m.query_heads + head * queries.group + row % queries.group;
     float* weights = room.weights + (size_t)row * components;
-    float constant = dot(q, room.basis, n) + (z.bias ? z.bias[asking] : 0.f), sum = 0;
-    for (int j = 0; j < components; j++) {
-      const float scale = z.scale ? z.scale[asking * components + j] : 1.f;
-      weights[j] = dot(q, room.basis + (size_t)(1 + j) * n, n) * scale * factor;
-      sum += weights[j];
+    float keys[1][kBlock], sum = 0, constant = 0;
+    int64_t read = -1;
+    for (int i = 0; i <= components; i++) {
+      const int64_t slot = slots[i / 2];
+      // The first of all is the mean; keys and values follow each other.
+      if (i % 2 == 0 && read != slot / 8) {
+        read = slot / 8;
+        score_part<KV, 1, 1>(lane, (int)(slot / kPage), (int)(slot % kPage / 8 * 8), &q, keys, 0, Ahead{});
+      }
+      const float score = i % 2 ? value_score(pool, (const KV*)pool.values, slot, q, n) * lane.scale : keys[0][slot % 8];
+      if (i == 0) {
+        constant = score + (z.bias ? z.bias[asking] * lane.scale : 0.f);
+        continue;
+      }
+      weights[i - 1] = score * (z.scale ? z.scale[asking * components + i - 1] : 1.f);
+      sum += weights[i - 1];
     }
-    room.constants[row] = constant * factor - sum * ((kLevels - 1) / 2.f);
+    room.constants[row] = constant - sum * ((kLevels - 1) / 2.f);
   }
 }
 
@@ -162,37 +167,34 @@ static int group_spans(const Zoom& z, size_t lane, const ZoomRoom& room) {
   return groups;
 }
 
-// The place in a span of so many tokens where a cell begins; its end for one that is not used.
+// The place in a span of so many tokens where a cell begins that is used.
 static inline int64_t first_of(int64_t cell, int64_t tokens, int cells) {
-  const int64_t used = std::min<int64_t>(tokens, cells);
-  return cell < used ? cell * tokens / used : tokens;
+  return cell * tokens / std::min<int64_t>(tokens, cells);
 }
 
-// How many tokens each cell has; whether any has more than one.
-static bool fill_sizes(const Zoom& z, size_t lane, int groups, const ZoomRoom& room) {
+// How many tokens each cell has.
+static void fill_sizes(const Zoom& z, size_t lane, int groups, const ZoomRoom& room) {
   const int cells = kCells * z.digits;
-  bool shared = false;
   for (int g = 0; g < groups; g++) {
-    int64_t sizes[8], most = 0;
     alignas(32) float tokens[8];
     for (int l = 0; l < 8; l++) {
       const int span = room.span_at[g * 8 + l];
-      sizes[l] = span < 0 ? 0 : z.sizes[lane * z.spans + span];
-      tokens[l] = (float)sizes[l];
-      most = std::max(most, sizes[l]);
+      tokens[l] = span < 0 ? 0 : (float)z.sizes[lane * z.spans + span];
     }
     float* out = room.sizes + (size_t)g * cells * 8;
-    if (most <= cells) {
-      for (int k = 0; k < cells; k++)
-        f8_store(out + k * 8, f8_min(f8_max(f8_load(tokens) - f8_set((float)k), f8_zero()), f8_set(1.f)));
-      continue;
-    }
-    shared = true;
     for (int k = 0; k < cells; k++)
-      for (int l = 0; l < 8; l++)
-        out[k * 8 + l] = (float)(first_of(k + 1, sizes[l], cells) - first_of(k, sizes[l], cells));
+      f8_store(out + k * 8, f8_min(f8_max(f8_load(tokens) - f8_set((float)k), f8_zero()), f8_set(1.f)));
+    for (int l = 0; l < 8; l++) {
+      if (tokens[l] <= cells) continue;
+      // A cell begins at cell * tokens / cells, rounded down.
+      const int each = (int)tokens[l] / cells, left = (int)tokens[l] % cells;
+      for (int k = 0, over = 0; k < cells; k++) {
+        over += left;
+        out[k * 8 + l] = (float)(each + (over >= cells));
+        over -= over >= cells ? cells : 0;
+      }
+    }
   }
-  return shared;
 }
 
 // The numbers of eight neighbouring entries, keys before values, raised so that none is negative.
@@ -336,31 +338,47 @@ enum ZoomFlag : uint8_t { kHeld = 1, kChosen = 2 };
 
 static inline uint32_t cell_of(uint64_t key) { return ~(uint32_t)key; }
 
-// The cells of most worth whose tokens have room, by the front of `keys`; how many. Of equal ones the first.
-static int choose_cells(const Zoom& z, const ZoomRoom& room, int count, bool shared) {
-  int able = 0;
+static inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);  // of positive numbers in their order
+  return bits;
+}
+
+// The cells of highest rank, `worth`, as long as their tokens have room, by the front of `keys`; how many. Of
+// equal ones the first. Tokens are counted in bins of ranks, and only the last bin of which any fit is sorted.
+static int choose_cells(const Zoom& z, const ZoomRoom& room, int count) {
+  constexpr uint32_t kShift = 19, kLast = 0x7f800000 >> kShift;  // of infinity; a NaN counts there as well
+  int32_t bins[kLast + 1] = {};
   for (int i = 0; i < count; i += 8) {
     if (f8_hmax(f8_load(room.worth + i)) < z.least) continue;
+    for (int l = i; l < i + 8; l++)
+      bins[std::min(bits_of(room.worth[l]) >> kShift, kLast)] += (int32_t)room.sizes[l];
+  }
+  const int64_t lowest = bits_of(z.least) >> kShift;
+  int64_t bin = kLast, tokens = 0;
+  for (; bin > lowest && tokens + bins[bin] <= z.most; bin--) tokens += bins[bin];
+  const uint32_t bits = (uint32_t)bin << kShift;
+  float edge;
+  std::memcpy(&edge, &bits, 4);
+  edge = std::max(edge, z.least);
+  int chosen = 0, parted = 0;
+  uint64_t* end = room.keys + room.count;
+  for (int i = 0; i < count; i += 8) {
+    if (f8_hmax(f8_load(room.worth + i)) < edge) continue;
     for (int l = i; l < i + 8; l++) {
-      float worth = room.worth[l];
-      if (!(worth >= z.least) || room.sizes[l] == 0) continue;
-      if (room.flags[l] & kHeld) worth *= z.hold;
-      uint32_t bits;
-      std::memcpy(&bits, &worth, 4);  // of positive numbers in their order
-      room.keys[able++] = (uint64_t)bits << 32 | (uint32_t)~l;
+      if (!(room.worth[l] >= edge) || room.sizes[l] == 0) continue;
+      const uint64_t key = (uint64_t)bits_of(room.worth[l]) << 32 | (uint32_t)~l;
+      if (key >> (32 + kShift) > (uint64_t)bin) room.keys[chosen++] = key;
+      else *(end - ++parted) = key;
     }
   }
-  const int best = std::min(able, z.most);
-  const auto greater = [](uint64_t a, uint64_t b) { return a > b; };
-  if (best < able) std::nth_element(room.keys, room.keys + best, room.keys + able, greater);
-  if (!shared) return best;
-  std::sort(room.keys, room.keys + best, greater);
-  int64_t tokens = 0;
-  for (int i = 0; i < best; i++) {
-    tokens += (int64_t)room.sizes[cell_of(room.keys[i])];
-    if (tokens > z.most) return i;
+  std::sort(end - parted, end, [](uint64_t a, uint64_t b) { return a > b; });
+  for (const uint64_t* key = end - parted; key < end; key++) {
+    tokens += (int64_t)room.sizes[cell_of(*key)];
+    if (tokens > z.most) break;
+    room.keys[chosen++] = *key;
   }
-  return best;
+  return chosen;
 }
 
 template <class KV>
@@ -432,12 +450,16 @@ static void zoom_head(const Run& run, int layer, const Zoom& z, int head, char* 
   const Queries queries = queries_of(run, layer, z.sequence, head);
   weigh_codes<KV>(run, layer, z, head, queries, room);
   other_masses<KV>(run, layer, z, head, queries, room);
-  const bool shared = fill_sizes(z, lane, groups, room);
+  fill_sizes(z, lane, groups, room);
   estimate<KV>(run, z, room, groups);
   std::memset(room.flags, 0, count);
-  for (int row = 0; row < z.rows; row++)
-    if (z.owners[lane * z.rows + row] >= 0) room.flags[z.cells[lane * z.rows + row]] = kHeld;
-  change_rows<KV>(run, z, room, layer, head, choose_cells(z, room, count, shared));
+  for (int row = 0; row < z.rows; row++) {
+    if (z.owners[lane * z.rows + row] < 0) continue;
+    const int cell = z.cells[lane * z.rows + row];
+    if (!room.flags[cell] && room.worth[cell] >= z.least) room.worth[cell] *= z.hold;
+    room.flags[cell] = kHeld;
+  }
+  change_rows<KV>(run, z, room, layer, head, choose_cells(z, room, count));
 }
 
 static void zoom_any(const Run& run, int layer, int thread) {
