@@ -9,10 +9,18 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} TRITON_INTERPRET=0
 
 "$python" -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__); assert torch.cuda.is_available(), "no CUDA device"'
 status=0
-# All share compiled kernels, which Triton keeps on disk.
-for tests in tests/test_gpu.py tests/test_gpu_engine.py; do
-    timeout 170 "$python" -m pytest -q --maxfail 5 --noconftest -p no:cacheprovider -m gpu "$tests" || status=1
+# Interrupted, not killed, so that pytest still says what failed before. Most of the time goes into compiling
+# kernels, which Triton keeps on disk for all: with pytest-xdist several processes do it.
+tests() {
+    timeout --signal=INT --kill-after=10 "$@" || status=1
+}
+pytest=("$python" -m pytest -q --noconftest -p no:cacheprovider)
+if "$python" -c 'import xdist' 2>/dev/null; then
+    pytest=(env OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE "${pytest[@]}" -n 8)
+fi
+for file in tests/test_gpu.py tests/test_gpu_engine.py; do
+    tests 170 "${pytest[@]}" --maxfail 5 -m gpu "$file"
 done
-timeout 80 "$python" -m pytest -q --noconftest -p no:cacheprovider tests/test_triton_attention.py || status=1
+tests 80 "${pytest[@]}" tests/test_triton_attention.py
 timeout 170 "$python" benchmarks/bench_gpu.py "$@" || status=1
 exit "$status"

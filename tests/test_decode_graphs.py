@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -168,6 +169,18 @@ def test_a_lane_that_outgrows_its_bucket_goes_to_the_next():
     assert Bucket(1, 1024, False) in graphs._steps
 
 
+def test_tables_with_an_area_may_be_wider_than_a_graph_has_room_for():
+    """An area that nobody zooms into stays, beside a lane of another that fills the graph's bucket."""
+    talks, graphs = Talks(), recording()
+    seqs = [talks.open(5), talks.open(1020)]
+    talks.store.ask_area(seqs[0], 4)
+    assert talks.store.take_area(seqs[0])
+    hidden, batch = talks.step(seqs)
+    assert batch.lane_pages.shape[-1] * PAGE > bucket_of(batch).entries
+    assert graphs.replay(hidden, batch) is not None and not graphs._failed
+    check_step(talks, graphs, seqs)
+
+
 def test_log_masses_have_graphs_of_their_own():
     talks, graphs = Talks(), recording()
     seqs = [talks.open(20), talks.open(30)]
@@ -175,6 +188,7 @@ def test_log_masses_have_graphs_of_their_own():
     slots, valid = talks.store.slots(seqs[0])
     talks.pool.log_mass.view(-1)[slots[valid]] = 0.7
     talks.store.has_mass[seqs[0]] = True
+    talks.store.mass_ends[seqs[0]] = talks.store.lengths[seqs[0]]
     check_step(talks, graphs, seqs)
     assert {bucket.has_mass for bucket in graphs._steps} == {False, True}
 
@@ -303,7 +317,8 @@ def test_what_cannot_be_captured_is_computed_without_and_said_once(caplog):
 def test_graphs_of_a_device_share_their_memory_as_long_as_there_is_one(monkeypatch):
     handles = iter(range(10))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    for name in ("CUDAGraph", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, object)
     make = CudaGraphs()
     first, second = make(), make()
     assert first._memory == second._memory == 0
@@ -311,6 +326,79 @@ def test_graphs_of_a_device_share_their_memory_as_long_as_there_is_one(monkeypat
     assert make()._memory == 0
     del second
     assert make()._memory == 1
+
+
+class Streams:
+    """The calls of `torch.cuda` that a capture makes, and which stream is the current one."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.made, self.captured_on = [], []
+        streams = self
+
+        class Side:
+            def __init__(self) -> None:
+                streams.made.append(self)
+
+            def wait_stream(self, stream) -> None:
+                pass
+
+        @contextmanager
+        def stream(given):
+            before, streams.current = streams.current, given
+            try:
+                yield
+            finally:
+                streams.current = before
+
+        class Capture:
+            """As torch's: where the capture cannot be ended, its stream stays the current one."""
+
+            def __init__(self, graph, pool, stream=None, capture_error_mode="global") -> None:
+                self.stream = stream or Side()
+
+            def __enter__(self) -> None:
+                self.before, streams.current = streams.current, self.stream
+                streams.captured_on.append(self.stream)
+
+            def __exit__(self, kind, *_) -> None:
+                if kind is not None:
+                    raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+                streams.current = self.before
+
+        self.current = self.main = Side()
+        self.made.clear()
+        patches = {
+            "Stream": Side,
+            "stream": stream,
+            "graph": Capture,
+            "CUDAGraph": object,
+            "graph_pool_handle": object,
+            "current_stream": lambda: self.current,
+            "set_stream": lambda given: setattr(self, "current", given),
+        }
+        for name, patch in patches.items():
+            monkeypatch.setattr(torch.cuda, name, patch)
+
+
+def test_all_captures_use_one_stream_which_has_run_the_work_before(monkeypatch):
+    streams, make, ran = Streams(monkeypatch), CudaGraphs(), []
+    for _ in range(3):
+        make().capture(lambda: ran.append(streams.current))
+    assert len(streams.made) == 1 and set(ran) == set(streams.captured_on) == set(streams.made)
+    assert len(ran) == 6 and streams.current is streams.main
+
+
+def test_a_capture_that_fails_leaves_the_stream_that_was_current(monkeypatch):
+    streams, calls = Streams(monkeypatch), []
+
+    def run():
+        calls.append(streams.current)
+        if len(calls) == 2:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="during capture"):
+        CudaGraphs()().capture(run)
+    assert len(calls) == 2 and streams.current is streams.main
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,17 @@ def test_what_is_missing_is_said(here, changes, options, words):
     assert "\n" not in str(caught.value)
 
 
+def test_a_folder_of_its_name_is_not_the_package(here, made, monkeypatch):
+    """Such as a clone of its sources in the working directory, which Python would import."""
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    _, reason = choose_backend("auto", "cuda", 1, 128)
+    assert "because flashinfer is not installed" in reason
+
+
 def test_kernels_that_are_compiled_already_need_no_compiler(here):
     here.nvcc = None
     here.packages.add("flashinfer_jit_cache")

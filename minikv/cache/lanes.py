@@ -82,10 +82,9 @@ class LaneStore:
         assert self._open[seq], "the sequence is not open"
         self.release_area(seq)
         self._shrink(seq, np.zeros(self.lane_shape, dtype=np.int32))
-        self.lengths[seq] = 0
         self.has_mass[seq] = False
-        self.mass_ends[seq] = 0
-        self.num_tokens[seq] = 0
+        for numbers in (self.lengths, self.mass_ends, self.num_tokens):
+            numbers[seq] = 0
         self._merged[seq] = None
         self._open[seq] = False
 
@@ -105,10 +104,8 @@ class LaneStore:
         except (MemoryError, RuntimeError):
             self.close(seq)
             raise
-        self.lengths[seq] = self.lengths[source]
-        self.has_mass[seq] = self.has_mass[source]
-        self.mass_ends[seq] = self.mass_ends[source]
-        self.num_tokens[seq] = self.num_tokens[source]
+        for known in (self.lengths, self.has_mass, self.mass_ends, self.num_tokens):
+            known[seq] = known[source]
         self._merged[seq] = self._merged[source]
         return seq
 

@@ -143,7 +143,10 @@ class _Step:
         for mine, given in ((self.hidden, hidden), (self.batch.cos, batch.cos), (self.batch.sin, batch.sin)):
             mine[:count].copy_(given)
             mine[count:].zero_()
-        self._backend.refill(self.batch.plan, padded(batch, self._rows))
+        wider = padded(batch, self._rows)
+        # With areas, tables may be wider than the longest lane: an area of one, and a lane of another.
+        wider.lane_pages = wider.lane_pages[..., : self.batch.lane_pages.shape[-1]]
+        self._backend.refill(self.batch.plan, wider)
 
 
 class DecodeGraphs:
@@ -209,31 +212,40 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._memory: Any = None
+        self._aside: Any = None
         self._made: weakref.WeakSet[_CudaGraph] = weakref.WeakSet()
 
     def __call__(self) -> Graph:
         """A graph that nothing was captured in."""
+        if self._aside is None:  # one for all, since matrix products keep a buffer for each stream
+            self._aside = torch.cuda.Stream()
         if not self._made:  # torch refuses memory whose graphs are all gone
             self._memory = torch.cuda.graph_pool_handle()
-        graph = _CudaGraph(self._memory)
+        graph = _CudaGraph(self._memory, self._aside)
         self._made.add(graph)
         return graph
 
 
 class _CudaGraph:
-    def __init__(self, memory: Any) -> None:
-        self._graph, self._memory = torch.cuda.CUDAGraph(), memory
+    def __init__(self, memory: Any, aside: Any) -> None:
+        self._graph, self._memory, self._aside = torch.cuda.CUDAGraph(), memory, aside
 
     def capture(self, run: Callable[[], Tensor]) -> Tensor:
-        # Once before, on a stream aside: kernels are compiled and libraries make their buffers then.
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        # Once before, on the stream aside: kernels are compiled and libraries make their buffers then.
+        current = torch.cuda.current_stream()
+        self._aside.wait_stream(current)
+        with torch.cuda.stream(self._aside):
             run()
-        torch.cuda.current_stream().wait_stream(aside)
+        current.wait_stream(self._aside)
         # The thread of a cold tier may be waiting for an event meanwhile.
-        with torch.cuda.graph(self._graph, pool=self._memory, capture_error_mode="thread_local"):
-            return run()
+        capturing = torch.cuda.graph(
+            self._graph, pool=self._memory, stream=self._aside, capture_error_mode="thread_local"
+        )
+        try:
+            with capturing:
+                return run()
+        finally:
+            torch.cuda.set_stream(current)  # torch leaves the other one current where a capture fails
 
     def replay(self) -> None:
         self._graph.replay()

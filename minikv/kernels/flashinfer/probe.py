@@ -34,7 +34,7 @@ def load(device: str, head_dim: int, page_size: int | None, kv_dtype: str) -> An
 
 
 def _why_unusable(device: str, head_dim: int, page_size: int | None, kv_dtype: str) -> str | None:
-    if not installed("flashinfer"):
+    if not installed("flashinfer") or (release := _release()) is None:
         return "flashinfer is not installed (pip install 'minikv[flashinfer]')"
     problem = triton.why_unusable(device, head_dim, page_size)
     if problem is not None:
@@ -45,12 +45,19 @@ def _why_unusable(device: str, head_dim: int, page_size: int | None, kv_dtype: s
         return f"FlashInfer's head_dim is {_listed(HEAD_DIMS)}, not {head_dim}"
     if kv_dtype not in ("auto", "float16", "bfloat16"):
         return f"FlashInfer reads a KV cache in float16 or bfloat16, not {kv_dtype}"
-    return _why_not_here()
+    return _why_not_here(release)
 
 
-def _why_not_here() -> str | None:
+def _release() -> str | None:
+    """Which one is installed; None if what has the package's name is not it, but a folder, say."""
+    try:
+        return importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _why_not_here(release: str) -> str | None:
     """Why the package, the device or the machine will not do, or None."""
-    release = importlib.metadata.version("flashinfer-python")
     if release.split(".")[:2] != RELEASE.split("."):
         return f"the calls are written for flashinfer {RELEASE}, and {release} is installed"
     if torch.cuda.get_device_capability() < LEAST_CAPABILITY:
