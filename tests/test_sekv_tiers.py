@@ -9,10 +9,11 @@ from demoting import demoting
 from keeping import keep
 from session_tools import begun, load, more
 from session_tools import keep as keep_in_session
-from swapping import no_span, nothing_left, preempted_often
+from swapping import make_tiers, no_span, nothing_left, preempted_often
 from tiny import Collector, drain, greedy, prompt, tiny_decoder, tiny_engine
 
 from minikv.cache.tiers.below import Below
+from minikv.cache.tiers.tiers import Tiers
 from minikv.config import TierConfig
 from minikv.errors import ConfigError
 from minikv.scheduler import prefix
@@ -241,3 +242,28 @@ def test_a_copy_of_what_is_below_is_lost_where_memory_is_short(decoder, monkeypa
     collector = drain(engine)
     assert collector.tokens[ids[0]] == expected and len(collector.tokens[ids[1]]) == 30
     assert nothing_left(engine)
+
+
+@pytest.mark.parametrize("kind", ["cold", "both", "few"])
+def test_rows_come_back_from_the_cold_tier_and_the_next_layers_are_fetched_ahead(
+    decoder, kind, tmp_path, monkeypatch
+):
+    expected = said(tiny_engine(decoder, tiers=WARM), prompt(90), SEKV, 40)
+    engine = tiny_engine(decoder, tiers=make_tiers(tmp_path, kind))
+    fetched, fetch = [], Tiers.fetch
+
+    def noted(self, handle):
+        fetched.append(handle)
+        fetch(self, handle)
+
+    monkeypatch.setattr(Tiers, "fetch", noted)
+    (request,) = engine.add(prompt(90), greedy(40), cache=SEKV)
+    collector = Collector()
+    collector.take(engine.step())
+    parts = engine.scheduler.running[0].course.below.whole_parts()
+    wanted = {handles[layer] for _, _, handles in parts for layer in range(decoder.config.num_layers)}
+    drain(engine, collector)
+    assert collector.tokens[request] == expected and engine.zoomed.rows > 0
+    assert wanted <= set(fetched)
+    assert nothing_left(engine)
+    engine.close()

@@ -198,6 +198,8 @@ class Zoom:
             self._undo()
             return False
         self._pool.put(self.rows[layer, heads, rows], found)
+        # The next layer, or after the last one the next step, will most likely want some as well.
+        self.below.ahead((layer + 1) % len(self.rows))
         return True
 
     def count(self, rows: int, changes: int) -> None:

@@ -182,6 +182,12 @@ class Below:
             rows = rows.and_then(piece)
         return rows if len(pieces) == 1 else rows.at(torch.cat(order).argsort())
 
+    def ahead(self, layer: int) -> None:
+        """Begin to read what rows of a layer will come from, if it is in the cold tier alone; `rows` waits for
+        it."""
+        for _, _, handles in self.whole_parts():
+            self.storage.tiers.fetch(handles[layer])
+
     def spans(self, num_tokens: int) -> list[Span] | None:
         """Those of the first `num_tokens` tokens, once all is known of them; None, and lost, if one of them
         is not there any more."""
