@@ -19,15 +19,13 @@ class ProfileFinder:
         self._warned = False
 
     def router(self, cache: CacheConfig) -> Router | None:
-        """The router for policy sekv: that of the file which the configuration names, or else the one shipped
-        for the model, if there is one. Raises ConfigError for a file that is no router of this model."""
+        """The router for policy sekv that the configuration names, if it does. Raises ConfigError for one that
+        is not there or not of this model."""
         if cache.policy not in ZOOMING_NAMES:
             return None
-        from minikv.calibration.router_file import find_shipped_router, load_router_for
+        from minikv.calibration.router_file import named_router
 
-        if cache.profile is not None:
-            return load_router_for(cache.profile, self._model)
-        return find_shipped_router(self._model.fingerprint)
+        return named_router(cache.profile, self._model)
 
     def __call__(self, cache: CacheConfig) -> HeadProfile | None:
         """The profile, None for policies that read none. Raises ConfigError, naming what differs, for a

@@ -16,7 +16,7 @@ from minikv.cache.spans.router import Router
 from minikv.cache.spans.share import lanes_part
 from minikv.calibration.journal import Journal
 from minikv.calibration.measure import Continuation
-from minikv.calibration.router_file import load_router_for
+from minikv.calibration.router_file import load_router_for, named_router
 from minikv.calibration.spans import loss_of, make_lesson, recall_of, scores_of
 from minikv.calibration.train import RouterSettings, Training
 from minikv.errors import ConfigError
@@ -170,3 +170,12 @@ def test_a_probe_counts_and_frees_what_it_zooms_in(probe: Probe) -> None:
     assert probe.feed_many([copy], [ids[:40]])[0].isfinite().all()
     probe.close(copy)
     assert not probe.store.pool.bytes_in_use and probe._storage.tiers.nbytes == 0
+
+
+def test_the_shipped_router_is_taken_where_it_is_asked_for_and_there(probe: Probe, monkeypatch) -> None:
+    assert named_router(None, probe) is None
+    with pytest.raises(ConfigError, match="comes with no router for this model; make one with `minikv train"):
+        named_router("shipped", probe)
+    shipped = Router.plain(2, 4, 16)
+    monkeypatch.setattr("minikv.calibration.router_file.find_shipped_router", lambda fingerprint: shipped)
+    assert named_router("shipped", probe) is shipped

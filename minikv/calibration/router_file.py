@@ -39,6 +39,25 @@ def load_router_for(path: str | os.PathLike[str], model: CalibratedModel) -> Rou
     return _read(path, metadata)
 
 
+SHIPPED = "shipped"
+"""In the place of a path: the router in this package."""
+
+
+def named_router(profile: str | None, model: CalibratedModel) -> Router | None:
+    """The router that a configuration names: none, the one in this package, or a file's. ConfigError, in one
+    sentence, if there is none or it is another model's."""
+    if profile is None:
+        return None
+    if profile != SHIPPED:
+        return load_router_for(profile, model)
+    router = find_shipped_router(model.fingerprint)
+    if router is None:
+        raise ConfigError(
+            f"minikv comes with no router for this model; make one with {KIND.command} and give its path."
+        )
+    return router
+
+
 def find_shipped_router(fingerprint: str) -> Router | None:
     """The router in this package for the model of that fingerprint, if there is one."""
     folder = resources.files("minikv.calibration") / "routers"

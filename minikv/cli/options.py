@@ -174,7 +174,12 @@ COMPRESSION = (
         metavar="MODE",
     ),
     Option("kv_slack", "int", "Entries per lane above the budget at which a reply is compressed too."),
-    Option("kv_profile", "text", "Calibration profile for compresskv, or router for sekv.", metavar="FILE"),
+    Option(
+        "kv_profile",
+        "text",
+        "Calibration profile for compresskv; router for sekv, or `shipped`.",
+        metavar="FILE",
+    ),
     Option("kv_refit", "switch", "Correct what stays so that it answers as all did before.", flag="--refit"),
 )
 TEMPLATE = (
