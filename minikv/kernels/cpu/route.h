@@ -210,14 +210,14 @@ static void read_numbers(const Pool& pool, int64_t first, int n, float raise, fl
   }
   out += 8 * n;
   for (int d = 0; d < n; d += 8) {
-    alignas(32) float rows[8][8];
+    F8 rows[8];
     for (int l = 0; l < 8; l++) {
       F8 x = f8_load_as(value + (size_t)l * n + d);
       if (sizeof(KV) == 1) x = f8_round(x * f8_set(pool.value_scales[first + l]));
-      f8_store(rows[l], x + up);
+      rows[l] = x + up;
     }
-    for (int e = 0; e < 8; e++)
-      for (int l = 0; l < 8; l++) out[(d + e) * 8 + l] = rows[l][e];
+    f8_transpose(rows);
+    for (int e = 0; e < 8; e++) f8_store(out + (d + e) * 8, rows[e]);
   }
 }
 
@@ -381,13 +381,30 @@ static int choose_cells(const Zoom& z, const ZoomRoom& room, int count) {
   return chosen;
 }
 
+// The part that has a token, and where in its columns.
+static inline const Source* source_of(const Zoom& z, int layer, int head, int64_t token, size_t& row) {
+  const Source* s = z.sources + (size_t)layer * z.parts;
+  while (token >= s->end) s++;
+  row = (size_t)(head * (s->end - s->start) + token - s->start);
+  return s;
+}
+
+static inline void prefetch_source(const Zoom& z, int layer, int head, int64_t token, size_t bytes) {
+  size_t row;
+  const Source* s = source_of(z, layer, head, token, row);
+  for (size_t at = 0; at <= bytes; at += 64) {
+    prefetch(s->keys + row * bytes + at);
+    prefetch(s->values + row * bytes + at);
+  }
+  prefetch(s->positions + row * 4);
+}
+
 template <class KV>
 static void copy_row(const Run& run, const Zoom& z, int layer, int head, int64_t token, int64_t slot) {
   const Pool& pool = *run.pool;
   const int n = run.model->head_dim;
-  const Source* s = z.sources + (size_t)layer * z.parts;
-  while (token >= s->end) s++;
-  const size_t row = (size_t)(head * (s->end - s->start) + token - s->start);
+  size_t row;
+  const Source* s = source_of(z, layer, head, token, row);
   KV* key = (KV*)pool.keys + (size_t)(slot / kPage) * n * kPage + slot % kPage;
   const char* from = s->keys + row * n * sizeof(KV);
   for (int d = 0; d < n; d++) std::memcpy(key + (size_t)d * kPage, from + d * sizeof(KV), sizeof(KV));
@@ -431,10 +448,16 @@ static void change_rows(const Run& run, const Zoom& z, const ZoomRoom& room, int
       owners[row] = token;
       owned[row] = at;
       entered[count++] = row;
-      if (z.at_hand[layer]) copy_row<KV>(run, z, layer, head, token, area[row]);
     }
   }
   z.entered[lane] = count;
+  if (!z.at_hand[layer]) return;
+  constexpr int kAhead = 6;  // rows come from anywhere in memory
+  for (int i = 0; i < count; i++) {
+    if (i + kAhead < count)
+      prefetch_source(z, layer, head, owners[entered[i + kAhead]], run.model->head_dim * sizeof(KV));
+    copy_row<KV>(run, z, layer, head, owners[entered[i]], area[entered[i]]);
+  }
 }
 
 template <class KV>
