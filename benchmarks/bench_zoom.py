@@ -201,6 +201,7 @@ def measure(pair: Pair, steps: int) -> dict[str, Any]:
     probe, sides = pair.probe, (pair.full, pair.compressed)
     given = torch.randint(1, probe.config.vocab_size, (WARM_UP + steps,)).tolist()
     clocks: list[list[Clocks]] = [[], []]
+    rows = moved = 0
     for step, token in enumerate(given):
         if step == WARM_UP:
             rows, moved = probe.zoomed.rows, probe.zoomed.bytes

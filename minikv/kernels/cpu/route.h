@@ -344,23 +344,42 @@ static inline uint32_t bits_of(float x) {
   return bits;
 }
 
+static constexpr uint32_t kBinShift = 19, kLastBin = 0x7f800000 >> kBinShift;  // of infinity
+
+static inline uint32_t bin_of(float rank) {
+  return std::min(bits_of(rank) >> kBinShift, kLastBin);  // a NaN counts as infinity
+}
+
+static inline float edge_of(int64_t bin) {
+  const uint32_t bits = (uint32_t)bin << kBinShift;
+  float edge;
+  std::memcpy(&edge, &bits, 4);
+  return edge;
+}
+
+// A rank below which no cell can be chosen: as many eights as there is room for tokens have one above it.
+static float least_rank(const Zoom& z, const ZoomRoom& room, int count) {
+  int32_t bins[kLastBin + 1] = {};
+  for (int i = 0; i < count; i += 8) bins[bin_of(f8_hmax(f8_load(room.worth + i)))]++;
+  const int64_t lowest = bin_of(z.least);
+  int64_t bin = kLastBin, eights = bins[kLastBin];
+  while (bin > lowest && eights < z.most) eights += bins[--bin];
+  return std::max(edge_of(bin), z.least);
+}
+
 // The cells of highest rank, `worth`, as long as their tokens have room, by the front of `keys`; how many. Of
 // equal ones the first. Tokens are counted in bins of ranks, and only the last bin of which any fit is sorted.
 static int choose_cells(const Zoom& z, const ZoomRoom& room, int count) {
-  constexpr uint32_t kShift = 19, kLast = 0x7f800000 >> kShift;  // of infinity; a NaN counts there as well
-  int32_t bins[kLast + 1] = {};
+  const float least = least_rank(z, room, count);
+  int32_t bins[kLastBin + 1] = {};
   for (int i = 0; i < count; i += 8) {
-    if (f8_hmax(f8_load(room.worth + i)) < z.least) continue;
-    for (int l = i; l < i + 8; l++)
-      bins[std::min(bits_of(room.worth[l]) >> kShift, kLast)] += (int32_t)room.sizes[l];
+    if (f8_hmax(f8_load(room.worth + i)) < least) continue;
+    for (int l = i; l < i + 8; l++) bins[bin_of(room.worth[l])] += (int32_t)room.sizes[l];
   }
-  const int64_t lowest = bits_of(z.least) >> kShift;
-  int64_t bin = kLast, tokens = 0;
+  const int64_t lowest = bin_of(least);
+  int64_t bin = kLastBin, tokens = 0;
   for (; bin > lowest && tokens + bins[bin] <= z.most; bin--) tokens += bins[bin];
-  const uint32_t bits = (uint32_t)bin << kShift;
-  float edge;
-  std::memcpy(&edge, &bits, 4);
-  edge = std::max(edge, z.least);
+  const float edge = std::max(edge_of(bin), least);
   int chosen = 0, parted = 0;
   uint64_t* end = room.keys + room.count;
   for (int i = 0; i < count; i += 8) {
@@ -368,7 +387,7 @@ static int choose_cells(const Zoom& z, const ZoomRoom& room, int count) {
     for (int l = i; l < i + 8; l++) {
       if (!(room.worth[l] >= edge) || room.sizes[l] == 0) continue;
       const uint64_t key = (uint64_t)bits_of(room.worth[l]) << 32 | (uint32_t)~l;
-      if (key >> (32 + kShift) > (uint64_t)bin) room.keys[chosen++] = key;
+      if (key >> (32 + kBinShift) > (uint64_t)bin) room.keys[chosen++] = key;
       else *(end - ++parted) = key;
     }
   }
