@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from minikv.cache.tiers.below import Below
     from minikv.cache.tiers.span import Span
 
-SOURCE = np.dtype(
-    [("start", "i8"), ("end", "i8")]
-    + [(name, "u8") for name in ("positions", "masses", "key_scales", "keys", "value_scales", "values")]
-)
+_COLUMNS = ("positions", "masses", "key_scales", "keys", "value_scales", "values")
+SOURCE = np.dtype([("start", "i8"), ("end", "i8")] + [(name, "u8") for name in _COLUMNS])
 """Tokens [start, end) of a layer, lane after lane, and the addresses of their columns; 0 for one that is not
 there."""
 
@@ -69,6 +67,6 @@ class Reach:
         self._spans[layer][index] = weakref.ref(span)
         body = np.frombuffer(span.body, np.uint8).ctypes.data
         source = self.sources[layer, index]
-        for name, column in zip(SOURCE.names[2:], columns_of(span.header), strict=True):
+        for name, column in zip(_COLUMNS, columns_of(span.header), strict=True):
             source[name] = 0 if column is None else body + column.at
         return span

@@ -210,14 +210,14 @@ static void read_numbers(const Pool& pool, int64_t first, int n, float raise, fl
   }
   out += 8 * n;
   for (int d = 0; d < n; d += 8) {
-    alignas(32) float rows[8][8];
+    F8 rows[8];
     for (int l = 0; l < 8; l++) {
       F8 x = f8_load_as(value + (size_t)l * n + d);
       if (sizeof(KV) == 1) x = f8_round(x * f8_set(pool.value_scales[first + l]));
-      f8_store(rows[l], x + up);
+      rows[l] = x + up;
     }
-    for (int e = 0; e < 8; e++)
-      for (int l = 0; l < 8; l++) out[(d + e) * 8 + l] = rows[l][e];
+    f8_transpose(rows);
+    for (int e = 0; e < 8; e++) f8_store(out + (d + e) * 8, rows[e]);
   }
 }
 
@@ -344,23 +344,42 @@ static inline uint32_t bits_of(float x) {
   return bits;
 }
 
+static constexpr uint32_t kBinShift = 19, kLastBin = 0x7f800000 >> kBinShift;  // of infinity
+
+static inline uint32_t bin_of(float rank) {
+  return std::min(bits_of(rank) >> kBinShift, kLastBin);  // a NaN counts as infinity
+}
+
+static inline float edge_of(int64_t bin) {
+  const uint32_t bits = (uint32_t)bin << kBinShift;
+  float edge;
+  std::memcpy(&edge, &bits, 4);
+  return edge;
+}
+
+// A rank below which no cell can be chosen: as many eights as there is room for tokens have one above it.
+static float least_rank(const Zoom& z, const ZoomRoom& room, int count) {
+  int32_t bins[kLastBin + 1] = {};
+  for (int i = 0; i < count; i += 8) bins[bin_of(f8_hmax(f8_load(room.worth + i)))]++;
+  const int64_t lowest = bin_of(z.least);
+  int64_t bin = kLastBin, eights = bins[kLastBin];
+  while (bin > lowest && eights < z.most) eights += bins[--bin];
+  return std::max(edge_of(bin), z.least);
+}
+
 // The cells of highest rank, `worth`, as long as their tokens have room, by the front of `keys`; how many. Of
 // equal ones the first. Tokens are counted in bins of ranks, and only the last bin of which any fit is sorted.
 static int choose_cells(const Zoom& z, const ZoomRoom& room, int count) {
-  constexpr uint32_t kShift = 19, kLast = 0x7f800000 >> kShift;  // of infinity; a NaN counts there as well
-  int32_t bins[kLast + 1] = {};
+  const float least = least_rank(z, room, count);
+  int32_t bins[kLastBin + 1] = {};
   for (int i = 0; i < count; i += 8) {
-    if (f8_hmax(f8_load(room.worth + i)) < z.least) continue;
-    for (int l = i; l < i + 8; l++)
-      bins[std::min(bits_of(room.worth[l]) >> kShift, kLast)] += (int32_t)room.sizes[l];
+    if (f8_hmax(f8_load(room.worth + i)) < least) continue;
+    for (int l = i; l < i + 8; l++) bins[bin_of(room.worth[l])] += (int32_t)room.sizes[l];
   }
-  const int64_t lowest = bits_of(z.least) >> kShift;
-  int64_t bin = kLast, tokens = 0;
+  const int64_t lowest = bin_of(least);
+  int64_t bin = kLastBin, tokens = 0;
   for (; bin > lowest && tokens + bins[bin] <= z.most; bin--) tokens += bins[bin];
-  const uint32_t bits = (uint32_t)bin << kShift;
-  float edge;
-  std::memcpy(&edge, &bits, 4);
-  edge = std::max(edge, z.least);
+  const float edge = std::max(edge_of(bin), least);
   int chosen = 0, parted = 0;
   uint64_t* end = room.keys + room.count;
   for (int i = 0; i < count; i += 8) {
@@ -368,7 +387,7 @@ static int choose_cells(const Zoom& z, const ZoomRoom& room, int count) {
     for (int l = i; l < i + 8; l++) {
       if (!(room.worth[l] >= edge) || room.sizes[l] == 0) continue;
       const uint64_t key = (uint64_t)bits_of(room.worth[l]) << 32 | (uint32_t)~l;
-      if (key >> (32 + kShift) > (uint64_t)bin) room.keys[chosen++] = key;
+      if (key >> (32 + kBinShift) > (uint64_t)bin) room.keys[chosen++] = key;
       else *(end - ++parted) = key;
     }
   }
@@ -381,13 +400,30 @@ static int choose_cells(const Zoom& z, const ZoomRoom& room, int count) {
   return chosen;
 }
 
+// The part that has a token, and where in its columns.
+static inline const Source* source_of(const Zoom& z, int layer, int head, int64_t token, size_t& row) {
+  const Source* s = z.sources + (size_t)layer * z.parts;
+  while (token >= s->end) s++;
+  row = (size_t)(head * (s->end - s->start) + token - s->start);
+  return s;
+}
+
+static inline void prefetch_source(const Zoom& z, int layer, int head, int64_t token, size_t bytes) {
+  size_t row;
+  const Source* s = source_of(z, layer, head, token, row);
+  for (size_t at = 0; at <= bytes; at += 64) {
+    prefetch(s->keys + row * bytes + at);
+    prefetch(s->values + row * bytes + at);
+  }
+  prefetch(s->positions + row * 4);
+}
+
 template <class KV>
 static void copy_row(const Run& run, const Zoom& z, int layer, int head, int64_t token, int64_t slot) {
   const Pool& pool = *run.pool;
   const int n = run.model->head_dim;
-  const Source* s = z.sources + (size_t)layer * z.parts;
-  while (token >= s->end) s++;
-  const size_t row = (size_t)(head * (s->end - s->start) + token - s->start);
+  size_t row;
+  const Source* s = source_of(z, layer, head, token, row);
   KV* key = (KV*)pool.keys + (size_t)(slot / kPage) * n * kPage + slot % kPage;
   const char* from = s->keys + row * n * sizeof(KV);
   for (int d = 0; d < n; d++) std::memcpy(key + (size_t)d * kPage, from + d * sizeof(KV), sizeof(KV));
@@ -431,10 +467,16 @@ static void change_rows(const Run& run, const Zoom& z, const ZoomRoom& room, int
       owners[row] = token;
       owned[row] = at;
       entered[count++] = row;
-      if (z.at_hand[layer]) copy_row<KV>(run, z, layer, head, token, area[row]);
     }
   }
   z.entered[lane] = count;
+  if (!z.at_hand[layer]) return;
+  constexpr int kAhead = 6;  // rows come from anywhere in memory
+  for (int i = 0; i < count; i++) {
+    if (i + kAhead < count)
+      prefetch_source(z, layer, head, owners[entered[i + kAhead]], run.model->head_dim * sizeof(KV));
+    copy_row<KV>(run, z, layer, head, owners[entered[i]], area[entered[i]]);
+  }
 }
 
 template <class KV>

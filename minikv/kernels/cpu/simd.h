@@ -61,6 +61,23 @@ static inline F8 f8_load_as(const BFloat* p) {
 static inline F8 f8_load_as(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)))};
 }
+// Rows become columns.
+static inline void f8_transpose(F8* x) {
+  __m256 pair[8], four[8];
+  for (int i = 0; i < 8; i += 2) {
+    pair[i] = _mm256_unpacklo_ps(x[i].v, x[i + 1].v);
+    pair[i + 1] = _mm256_unpackhi_ps(x[i].v, x[i + 1].v);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {
+      four[i + 2 * j] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0x44);
+      four[i + 2 * j + 1] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0xee);
+    }
+  for (int i = 0; i < 4; i++) {
+    x[i].v = _mm256_permute2f128_ps(four[i], four[i + 4], 0x20);
+    x[i + 4].v = _mm256_permute2f128_ps(four[i], four[i + 4], 0x31);
+  }
+}
 static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 static inline void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
@@ -173,6 +190,16 @@ static inline void prefetch(const void*) {}
 static inline void prefetch_far(const void*) {}
 #undef MKV_EACH
 
+#endif
+
+#if !defined(MKV_AVX2) && !defined(MKV_AVX512VNNI)
+static inline void f8_transpose(F8* x) {
+  float from[8][8], to[8][8];
+  for (int i = 0; i < 8; i++) f8_store(from[i], x[i]);
+  for (int i = 0; i < 8; i++)
+    for (int j = 0; j < 8; j++) to[j][i] = from[i][j];
+  for (int i = 0; i < 8; i++) x[i] = f8_load(to[i]);
+}
 #endif
 
 // e^x for x <= 0 and a little above; below -87 it gives about 1e-38, which the caller masks.
