@@ -183,7 +183,7 @@ class Below:
         return rows if len(pieces) == 1 else rows.at(torch.cat(order).argsort())
 
     def ahead(self, layer: int) -> None:
-        """Begin to read what rows of a layer will come from, if it is in the cold tier alone; `rows` waits."""
+        """Begin to read what rows of a layer will come from, if it is in cold alone; `rows` waits for it."""
         for _, _, handles in self.whole_parts():
             self.storage.tiers.fetch(handles[layer])
 
