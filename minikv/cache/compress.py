@@ -290,20 +290,20 @@ class Compressor:
         if limit is None:
             return None
         ceiling = None
-        # What is zoomed in has its own part of the budget, from the first merged entry on.
+        # What is zoomed in has its own part of the budget, once lanes are shorter than the text.
         share = lanes_part(policy, limit, self.store, of_tokens or num_tokens)
-        merged = self.store.num_merged(seq)
+        shorter = int(lengths.sum()) < num_tokens * self.store.num_lanes
         if limit.kind == "bytes":
             whole = Ceiling.of(limit, self.store)
             ceiling = whole.part(share)
-            fitting = ceiling if merged else whole
+            fitting = ceiling if shorter else whole
             fits = fitting.pages(lengths.numpy(), room) <= fitting.max_pages
             total = ceiling.max_pages * ceiling.page_size - self.store.num_lanes * room
             capacity = ceiling.per_lane - room
         else:
             whole = limit.entries(of_tokens or num_tokens, self.store.num_lanes)
             total = max(self.store.num_lanes, int(share * whole))
-            fits = (total if merged else whole) >= int(lengths.sum()) or num_tokens <= cache.too_short
+            fits = (total if shorter else whole) >= int(lengths.sum()) or num_tokens <= cache.too_short
             capacity = total // self.store.num_lanes
         if fits:
             return None
