@@ -190,6 +190,17 @@ def test_lanes_that_another_policy_left_shorter_go_on_under_a_budget_in_bytes(de
     assert nothing_left(engine, [lanes])
 
 
+@pytest.mark.parametrize(
+    "other", [keep("gracekv", 20, refit=True), keep("snapkv", 60)], ids=["gracekv", "snapkv"]
+)
+def test_another_policy_drops_spans_that_it_cannot_zoom_in(decoder, other):
+    engine = tiny_engine(decoder, tiers=WARM)
+    _, _, lanes = talk(engine, None, turns=2, caches=(keep("sekv", 60), other))
+    slots, valid = engine.store.slots(lanes.seq)
+    assert float(engine.store.pool.log_mass.view(-1)[slots[valid]].min()) > -1e29
+    assert nothing_left(engine, [lanes])
+
+
 def test_a_reply_that_is_asked_for_again_is_the_same(decoder):
     """The lanes are cut back to the question; what is zoomed in begins anew."""
     for away in (False, True):
