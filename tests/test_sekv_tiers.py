@@ -6,7 +6,7 @@ import pytest
 import torch
 from cli_tools import write_tiny_model
 from demoting import demoting
-from keeping import keep
+from keeping import LANES, keep, pages
 from session_tools import begun, load, more
 from session_tools import keep as keep_in_session
 from swapping import make_tiers, no_span, nothing_left, preempted_often
@@ -179,6 +179,27 @@ def test_turns_that_zoom_and_turns_that_demote_go_on_from_one_another(decoder):
         replies, _, lanes = talk(engine, None, caches=caches, between=reclaim(engine))
         assert replies == expected
         assert nothing_left(engine, [lanes])
+
+
+def test_lanes_that_another_policy_left_shorter_go_on_under_a_budget_in_bytes(decoder):
+    """They hold no span yet, and are more than lanes get beside an area."""
+    engine = tiny_engine(decoder, tiers=WARM)
+    replies, _, lanes = talk(
+        engine, None, turns=2, caches=(keep("snapkv", 20), keep("sekv", pages(20 * LANES)))
+    )
+    assert [len(reply) for reply in replies] == [9, 9]
+    assert nothing_left(engine, [lanes])
+
+
+@pytest.mark.parametrize(
+    "other", [keep("gracekv", 20, refit=True), keep("snapkv", 60)], ids=["gracekv", "snapkv"]
+)
+def test_another_policy_drops_spans_that_it_cannot_zoom_in(decoder, other):
+    engine = tiny_engine(decoder, tiers=WARM)
+    _, _, lanes = talk(engine, None, turns=2, caches=(keep("sekv", 60), other))
+    slots, valid = engine.store.slots(lanes.seq)
+    assert float(engine.store.pool.log_mass.view(-1)[slots[valid]].min()) > -1e29
+    assert nothing_left(engine, [lanes])
 
 
 def test_a_reply_that_is_asked_for_again_is_the_same(decoder):

@@ -34,6 +34,7 @@ from minikv.cache.protect import Ranges, pinned_too_much, protect
 from minikv.cache.references import Seen
 from minikv.cache.showing import for_refit, joined, shown_to
 from minikv.cache.spans.codes import Basis
+from minikv.cache.spans.routing import MUTED
 from minikv.cache.spans.share import lanes_part
 from minikv.config import CacheConfig
 from minikv.errors import ConfigError
@@ -168,6 +169,8 @@ class Compressor:
         started = time.perf_counter()
         entries, held = int(self.store.lengths[seq].sum()), self.store.bytes_of(seq)
         task = self._task(seq, policy, cache, num_tokens, recorded, pinned, room, of_tokens)
+        if task is not None and self._drop_muted(seq, policy):
+            task = self._task(seq, policy, cache, num_tokens, recorded, pinned, room, of_tokens)
         if task is not None and is_merging(task.policy):
             basis = self._merge(task, basis)
         elif task is not None:
@@ -290,20 +293,20 @@ class Compressor:
         if limit is None:
             return None
         ceiling = None
-        # What is zoomed in has its own part of the budget, from the first merged entry on.
+        # What is zoomed in has its own part of the budget, once lanes are shorter than the text.
         share = lanes_part(policy, limit, self.store, of_tokens or num_tokens)
-        merged = self.store.num_merged(seq)
+        shorter = int(lengths.sum()) < num_tokens * self.store.num_lanes
         if limit.kind == "bytes":
             whole = Ceiling.of(limit, self.store)
             ceiling = whole.part(share)
-            fitting = ceiling if merged else whole
+            fitting = ceiling if shorter else whole
             fits = fitting.pages(lengths.numpy(), room) <= fitting.max_pages
             total = ceiling.max_pages * ceiling.page_size - self.store.num_lanes * room
             capacity = ceiling.per_lane - room
         else:
             whole = limit.entries(of_tokens or num_tokens, self.store.num_lanes)
             total = max(self.store.num_lanes, int(share * whole))
-            fits = (total if merged else whole) >= int(lengths.sum()) or num_tokens <= cache.too_short
+            fits = (total if shorter else whole) >= int(lengths.sum()) or num_tokens <= cache.too_short
             capacity = total // self.store.num_lanes
         if fits:
             return None
@@ -321,6 +324,18 @@ class Compressor:
             return None  # what is pinned may be all there is, and more than a budget in entries
         sizes = max(total, int(least.sum())), ceiling, room
         return _Task(seq, policy, cache, num_tokens, recorded, lengths, valid, positions, protected, *sizes)
+
+    def _drop_muted(self, seq: int, policy: AnyPolicy) -> bool:
+        """Drop entries that attention does not see; they mean nothing to a policy that zooms in on none."""
+        if getattr(policy, "zooms", False) or not self.store.num_merged(seq):
+            return False
+        slots, valid = self.store.slots(seq)
+        masses, _ = self.store.pool.masses_and_positions(slots.flatten())
+        keep = valid & (masses.view(slots.shape) > MUTED / 2)
+        if torch.equal(keep, valid):
+            return False
+        self.store.rewrite(seq, keep)
+        return True
 
     # Keeping
 
