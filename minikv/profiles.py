@@ -19,7 +19,7 @@ class ProfileFinder:
         self._warned = False
 
     def router(self, cache: CacheConfig) -> Router | None:
-        """The router for policy sekv that the configuration names, if it names one. Raises ConfigError for one
+        """The router for policy sekv that the configuration names, if it does. Raises ConfigError for one
         that is not there or not of this model."""
         if cache.policy not in ZOOMING_NAMES:
             return None

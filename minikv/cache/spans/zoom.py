@@ -24,7 +24,7 @@ from minikv.cache.lanes import LaneStore
 from minikv.cache.pool import PagePool
 from minikv.cache.spans.codes import basis_entries, cells_of, centres, digits_of, first_of, unpack
 from minikv.cache.spans.router import Router
-from minikv.cache.spans.routing import Zooming, choose, worth_of
+from minikv.cache.spans.routing import MUTED, Zooming, choose, worth_of
 from minikv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ class Zoom:
         slots, _ = store.slots(seq)
         start = _starts(store.positions(seq).long(), counts)
         able = _zoomable(start, counts, self._num_tokens, below.whole)
-        if below.basis is None:
-            able = torch.zeros_like(able)
+        # Entries that another policy has merged are seen, and hold no codes.
+        able &= (pool.log_mass.view(-1)[slots] <= MUTED) & (below.basis is not None)
         most = max(1, int(able.sum(dim=-1).max()))
         order = able.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
         self.size = (counts * able).gather(-1, order)
