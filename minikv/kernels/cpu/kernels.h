@@ -8,5 +8,6 @@
 #include "ops.h"
 #include "slots.h"
 #include "lanes.h"
+#include "estimate.h"
 #include "route.h"
 #include "forward.h"
