@@ -186,6 +186,15 @@ def test_ctrl_c_at_the_prompt(age: float, typed: str, line: str | None) -> None:
                 session.prompt("> ")
 
 
+@pytest.fixture
+def heeds_sigint() -> Iterator[None]:
+    """A process that was started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_sigint")
 def test_second_ctrl_c_insists_only_where_the_command_ends_anyway() -> None:
     with Interrupts(insist=False) as interrupts:
         signal.raise_signal(signal.SIGINT)
