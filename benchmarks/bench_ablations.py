@@ -1,7 +1,7 @@
 """What each part of policy sekv is worth: the same tasks without it, at the same bytes of pages.
 
     sekv            as it is
-    no router       codes taken as they are
+    router          with the router that comes with the model, which is not the default
     no anchors      spans of fixed length, cut without regard to surprisal
     grain 2, grain 4   twice and four times as many tokens share a code and come back together
     no zoom         only what the lanes hold: sinks, window, anchors
@@ -40,20 +40,20 @@ _FEW = Cutting(share=0.0)
 class Coarse(SeKV):
     """With a fraction of the lanes' part for spans, so that more tokens share a code."""
 
-    def __init__(self, grain: int, router: Router | None) -> None:
-        super().__init__(router=router)
+    def __init__(self, grain: int) -> None:
+        super().__init__()
         self.resident = SeKV.resident / grain
 
 
 def policies(router: Router | None) -> dict[str, SeKV]:
     """By name."""
     return {
-        "sekv": SeKV(router=router),
-        "no router": SeKV(),
-        "no anchors": SeKV(_FEW, router=router),
-        "grain 2": Coarse(2, router),
-        "grain 4": Coarse(4, router),
-        "no zoom": SeKV(router=router, zooming=_NOTHING),
+        "sekv": SeKV(),
+        "router": SeKV(router=router),
+        "no anchors": SeKV(_FEW),
+        "grain 2": Coarse(2),
+        "grain 4": Coarse(4),
+        "no zoom": SeKV(zooming=_NOTHING),
         "anchors only": SeKV(Cutting(alpha=-10.0, share=1.0, least=0), zooming=_NOTHING),
     }
 

@@ -105,7 +105,6 @@ def _sweep(plan: EvalPlan, model: str, engine: dict[str, Any], results: ResultsF
     """Everything loaded and checked. Raises the errors of all parts."""
     from minikv import CacheConfig
     from minikv.cache.ceiling import Ceiling
-    from minikv.calibration.router_file import named_router
     from minikv.config import TierConfig
     from minikv.evals.copies import SEQUENCES
     from minikv.evals.haystacks import Writer
@@ -126,7 +125,7 @@ def _sweep(plan: EvalPlan, model: str, engine: dict[str, Any], results: ResultsF
         )
     text = reference_prose()
     profile = _profile(plan, loaded)
-    router = named_router(plan.profile, loaded) if "sekv" in plan.policies else None
+    router = _router(plan, loaded)
     results.settle(_settings(plan, loaded, text_hash(text), profile, router))
     # The page pool takes half of the free memory at most; copies that demote get half of what is left.
     tiers = TierConfig(warm=available_bytes() // 4) if plan.demotes else None
@@ -142,12 +141,24 @@ def _sweep(plan: EvalPlan, model: str, engine: dict[str, Any], results: ResultsF
 def _profile(plan: EvalPlan, loaded: LoadedModel) -> HeadProfile | None:
     from minikv.calibration.profile import find_shipped, load_profile_for
 
-    if plan.profile is not None and any("compresskv" in policy for policy in plan.policies):
+    if plan.profile is not None and _retrieves(plan):
         return load_profile_for(plan.profile, loaded)
     profile = find_shipped(loaded.fingerprint)
-    if profile is None and any("compresskv" in policy for policy in plan.policies):
+    if profile is None and _retrieves(plan):
         console.note("No profile for this model: compresskv takes all heads, and layers alike.")
     return profile
+
+
+def _router(plan: EvalPlan, loaded: LoadedModel) -> Router | None:
+    """Where compresskv is measured as well, the profile is its own, and sekv does without."""
+    from minikv.calibration.router_file import named_router
+
+    zooms = any("sekv" in policy for policy in plan.policies)
+    return named_router(plan.profile, loaded) if zooms and not _retrieves(plan) else None
+
+
+def _retrieves(plan: EvalPlan) -> bool:
+    return any("compresskv" in policy for policy in plan.policies)
 
 
 def _settings(
