@@ -20,17 +20,19 @@ from torch import Tensor
 from minikv.cache.compress import Compressor, Ranges
 from minikv.cache.copies import copies_for
 from minikv.cache.spans.zoom import Counters, zoom_in
+from minikv.cache.stage import NotThere, Stage
 from minikv.cache.tiers.below import Below
 from minikv.cache.tiers.storage import Storage
 from minikv.config import CacheConfig, EngineConfig, check_ranges
 from minikv.errors import ConfigError, MinikvError
+from minikv.failures import NO_ROOM_BELOW, describe, fault_of
 from minikv.kernels.backend import CPU, EntryKernels
 from minikv.kernels.batch import Batch
-from minikv.memory import is_shortage, make_store, resolve_context, shortage
+from minikv.memory import make_store, resolve_context
 from minikv.models.config import ModelConfig
 from minikv.results import FinishReason
 from minikv.sampling import Sample, Sampler, SamplingParams, sample_batch
-from minikv.scheduler.areas import ask_area, zooming
+from minikv.scheduler.areas import ask_area, staged, zooming
 from minikv.scheduler.batching import build_batch
 from minikv.scheduler.prefix import Prefixes
 from minikv.scheduler.recording import record_queries, record_surprisal
@@ -139,7 +141,7 @@ class Engine:
             return self._add(order)
 
     def _add(self, order: _Order) -> list[int]:
-        fault = self._fault(order.token_ids)
+        fault = fault_of(order.token_ids, self.model.config.vocab_size, self.max_context)
         leader: Request | None = None
         ids = []
         for index in range(order.params.n):
@@ -209,6 +211,7 @@ class Engine:
             | beside
             | {
                 "turns_restored": scheduler.num_restored,
+                "prompts_staged": scheduler.starting.num_staged,
                 "preemptions": scheduler.num_preemptions,
                 "reclaimed": scheduler.num_reclaimed,
                 "zoomed_rows": self.zoomed.rows,
@@ -272,12 +275,12 @@ class Engine:
             item.request.started = item.request.started or now
         try:
             plan = [self._with_capture(item) for item in plan]
-            logits, likeliest = self._forward(plan)
+            logits, likeliest, failed = self._forward(plan)
         except Exception as error:
             _LOG.debug("a step failed", exc_info=True)
             # Lane lengths are unchanged, so only the requests of this step are lost.
             for item in plan:
-                self._finish(item.request, "error", _describe(error, self.store.pool.device))
+                self._finish(item.request, "error", describe(error, self.store.pool.device))
             return
         finished_prompts, rows, row = [], [], 0
         for item in plan:
@@ -285,13 +288,16 @@ class Engine:
             assert request.seq is not None
             self.store.append(request.seq, item.count)
             request.num_computed += item.count
+            wants_logits = request.num_remaining == 0
+            row += wants_logits
+            if request.seq in failed:
+                self._set_back(request)
+                continue
             if self._prefixes is not None:
                 self._prefixes.publish(request)
-            wants_logits = request.num_remaining == 0
-            if self._compress_if_due(request) and wants_logits:
+            if self._compress_if_due(request) and self._set_aside(request) and wants_logits:
                 finished_prompts.append(request)
-                rows.append(row)
-            row += wants_logits
+                rows.append(row - 1)
         if len(rows) < len(logits):
             logits = logits[rows]
             likeliest = None if likeliest is None else likeliest[rows]
@@ -309,10 +315,11 @@ class Engine:
             item, capture=recorder.wanted_rows(request.num_computed, item.count), recorder=recorder
         )
 
-    def _forward(self, plan: list[Scheduled]) -> tuple[Tensor, Tensor | None]:
-        """Logits of a step, and the likeliest tokens where the decoder finds them on the way; its
-        recorders get what they wanted."""
+    def _forward(self, plan: list[Scheduled]) -> tuple[Tensor, Tensor | None, set[int]]:
+        """Logits of a step, the likeliest tokens where the decoder finds them on the way, and the sequences
+        of which something that was staged could not be had; its recorders get what they wanted."""
         batch = build_batch(self.store, plan)
+        batch.stages = staged(self.store, plan)
         zoom_in(self.store, batch, zooming(self.store, plan), self.zoomed)
         if not any(item.recorder is not None and item.recorder.wants_surprisal for item in plan):
             logits = self.model.forward(batch)
@@ -321,7 +328,7 @@ class Engine:
             logits = self.model.logits(hidden, batch.logit_rows)
             record_surprisal(plan, batch, lambda rows: self.model.logits(hidden, rows))
         record_queries(plan, batch)
-        return logits, batch.likeliest
+        return logits, batch.likeliest, {stage.seq for stage in batch.stages if stage.failed}
 
     def _compress_if_due(self, request: Request) -> bool:
         """Compress a request's lanes as often as its course asks for; False if that ended the request."""
@@ -342,10 +349,14 @@ class Engine:
                     due.room,
                     max(request.num_computed, turn.num_prompt),
                     None if course.below is None else course.below.basis,
+                    Stage.of(self.store, seq, course.below),
                 )
+            except NotThere:
+                self._set_back(request)
+                return False
             except Exception as error:
                 _LOG.debug("a compression failed", exc_info=True)
-                self._finish(request, "error", _describe(error, self.store.pool.device))
+                self._finish(request, "error", describe(error, self.store.pool.device))
                 return False
             request.compress_s += report.seconds
             if course.below is not None:
@@ -354,14 +365,37 @@ class Engine:
             ask_area(self.store, request)
         return True
 
+    def _set_aside(self, request: Request) -> bool:
+        """Put what a staged request has computed below the pool, up to the last page that is full; False if
+        that ended the request."""
+        seq, course = request.seq, request.course
+        assert seq is not None
+        if not self.store.areas.shared(seq) or request.num_computed % self.store.pool.page_size:
+            return True
+        self._demote(request, request.retention)
+        if course.below is None or course.below.lost:
+            self._finish(request, "context", NO_ROOM_BELOW)
+            return False
+        self.store.set_aside(seq, request.num_computed)
+        return True
+
+    def _set_back(self, request: Request) -> None:
+        """Let a request begin again of which something below the pool could not be had; once."""
+        if request.was_set_back:
+            self._finish(request, "error", str(NotThere()))
+        else:
+            request.was_set_back = True
+            self.scheduler.set_back(request)
+
     def _demote(self, request: Request, retention: Retention) -> None:
         """Keep what the lanes hold below the pool, before a compression, if it can be asked for again."""
         course = request.course
         if not retention.demotes and not retention.zooms:
             course.forget_below()  # what this turn drops is missing there
-        if self.storage is None or not retention.keeps_below(request.lanes is not None):
-            return
         assert request.seq is not None
+        asked = request.lanes is not None or self.store.areas.shared(request.seq)
+        if self.storage is None or not retention.keeps_below(asked):
+            return
         if course.below is None:
             course.below = Below(self.storage)
         course.below.add(self.store, request.seq, request.num_computed)
@@ -440,22 +474,6 @@ class Engine:
         self._next_id += 1
         return request, problem
 
-    def _fault(self, token_ids: Sequence[int]) -> str | None:
-        """Why a prompt can never run, or None."""
-        count = len(token_ids)
-        if not count:
-            return "The prompt is empty; give it at least one token."
-        vocab = self.model.config.vocab_size
-        bad = next((t for t in token_ids if not 0 <= t < vocab), None)
-        if bad is not None:
-            return f"Token id {bad} is outside the model's vocabulary of {vocab}."
-        if count > self.max_context:
-            return (
-                f"The prompt has {count} tokens and the context is {self.max_context}; "
-                "shorten the prompt or raise max_context if the model allows."
-            )
-        return None
-
     def _shortage(self, request: Request) -> str | None:
         """Why the pool can never hold a request's prompt, or None."""
         needed = self.scheduler.room.most(request)
@@ -474,18 +492,3 @@ class _Order:
     content_end: int | None
     pinned: Ranges
     lanes: Lanes | None
-
-
-LESS_MEMORY = "lower kv_hot, max_seqs or prefill_chunk"
-
-
-def _describe(error: Exception, device: torch.device) -> str:
-    if isinstance(error, MinikvError):
-        return str(error)
-    if is_shortage(error):
-        of_host = device.type == "cpu" or isinstance(error, MemoryError)
-        where = CPU if of_host else device
-        owner = "machine" if of_host else "device"
-        return f"The {owner} ran out of memory in a step{shortage(error, where)}; {LESS_MEMORY}."
-    detail = (str(error).splitlines() or ["no message"])[0]
-    return f"The step failed: {type(error).__name__}: {detail}"

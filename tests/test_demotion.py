@@ -38,7 +38,7 @@ def test_a_turn_begins_with_everything_that_was_computed_before_it(decoder, poli
     below = talk.lanes.course.below
     assert below is not None and below.end == 23
     seen = []
-    put_back = engine.scheduler._put_back
+    put_back = engine.scheduler.starting._put_back
 
     def spy(request, num_tokens):
         done = put_back(request, num_tokens)
@@ -46,7 +46,7 @@ def test_a_turn_begins_with_everything_that_was_computed_before_it(decoder, poli
         assert not engine.store.num_merged(request.seq) and not engine.store.has_mass[request.seq]
         return done
 
-    engine.scheduler._put_back = spy
+    engine.scheduler.starting._put_back = spy
     talk.ask(2)
     assert [lengths.tolist() for lengths in seen] == [torch.full((2, 2), 29).tolist()]
     assert engine.store.lengths[talk.lanes.seq].sum() <= (14 + 6) * LANES

@@ -36,6 +36,7 @@ from minikv.cache.showing import for_refit, joined, shown_to
 from minikv.cache.spans.codes import Basis
 from minikv.cache.spans.routing import MUTED
 from minikv.cache.spans.share import lanes_part
+from minikv.cache.stage import Stage
 from minikv.config import CacheConfig
 from minikv.errors import ConfigError
 from minikv.kernels.backend import CPU, AttentionBackend
@@ -96,10 +97,12 @@ class _Task:
     """One compression that has something to do.
 
     valid, protected: [layers, kv_heads, n] bool; lengths: [layers, kv_heads] int64; positions:
-    [layers, kv_heads, n] int32; total: entries that may stay; ceiling, room: of a budget in bytes.
+    [layers, kv_heads, n] int32; total: entries that may stay; ceiling, room: of a budget in bytes. stage: of
+    entries that come before those of the lanes.
     """
 
     seq: int
+    stage: Stage | None
     policy: Any  # a Policy or a MergingPolicy
     cache: CacheConfig
     num_tokens: int
@@ -132,6 +135,11 @@ class _Task:
         return shown_to(self.recorded, wanted)
 
     @property
+    def beside(self) -> int:
+        """Entries of each lane that are staged."""
+        return 0 if self.stage is None else self.stage.num_tokens
+
+    @property
     def end(self) -> int:
         """Position after the last entry that may be changed."""
         free = self.valid & ~self.protected
@@ -162,19 +170,24 @@ class Compressor:
         room: int = 0,
         of_tokens: int | None = None,
         basis: Basis | None = None,
+        stage: Stage | None = None,
     ) -> Report:
         """Do what a policy of either kind says, with a refit if the configuration or the policy wants one;
         pages no longer needed are free when this returns. The arguments are those of `choose`; basis: that of
-        the codes which entries hold, from the first report that had one."""
+        the codes which entries hold, from the first report that had one; stage: entries that come before
+        those of the lanes, in which those that stay are then. Raises NotThere if they cannot be had."""
         started = time.perf_counter()
-        entries, held = int(self.store.lengths[seq].sum()), self.store.bytes_of(seq)
-        task = self._task(seq, policy, cache, num_tokens, recorded, pinned, room, of_tokens)
+        stage = stage if stage is not None and stage.num_tokens else None
+        entries, held = int(self._lengths(seq, stage).sum()), self.store.bytes_of(seq)
+        task = self._task(seq, policy, cache, num_tokens, recorded, pinned, room, of_tokens, stage)
         if task is not None and self._drop_muted(seq, policy):
-            task = self._task(seq, policy, cache, num_tokens, recorded, pinned, room, of_tokens)
+            task = self._task(seq, policy, cache, num_tokens, recorded, pinned, room, of_tokens, stage)
         if task is not None and is_merging(task.policy):
             basis = self._merge(task, basis)
         elif task is not None:
             self._evict(task)
+        elif stage is not None:
+            self._take_all(seq, stage)
         seconds = time.perf_counter() - started
         left = int(self.store.lengths[seq].sum())
         sizes = (held, self.store.bytes_of(seq))
@@ -205,7 +218,8 @@ class Compressor:
         """
         assert not is_merging(policy), "what is merged is not a choice among entries"
         task = self._task(seq, policy, cache, num_tokens, recorded, pinned, room, of_tokens)
-        return self._valid(seq)[1] if task is None else self._keep(task)
+        lengths = self._lengths(seq)
+        return _valid(lengths) if task is None else self._keep(task)
 
     def view(
         self,
@@ -216,24 +230,32 @@ class Compressor:
         output: bool = True,
         gram: bool = False,
         device: torch.device = CPU,
+        stage: Stage | None = None,
     ) -> LayerView:
         """One layer of a sequence as policies see it; without `output` its output_weight is empty, without
-        `gram` its output_gram None. device: where its tensors are, the host or the pool's own."""
+        `gram` its output_gram None. device: where its tensors are, the host or the pool's own. stage: entries
+        that come before those of the lanes."""
         store, pool = self.store, self.store.pool
-        lengths = torch.from_numpy(store.lengths[seq, layer]).long()
-        heads, longest = len(lengths), int(lengths.max())
-        pages = torch.from_numpy(store.pages[seq, layer, :, : -(-longest // pool.page_size)]).long()
+        beside, counts = 0, store.counts(seq, layer)
+        if stage is not None:
+            stage.filled(layer)
+            beside = stage.num_tokens
+            counts = torch.cat((counts.new_ones(len(counts), beside), counts), dim=1)
+        valid = counts > 0
+        pages, rows = store.table(seq, layer, beside)
+        heads = len(pages)
         keys, values = pool.read_pages(pages.reshape(-1), device=device)
-        valid = torch.arange(longest) < lengths[:, None]
         slots = (pages.unsqueeze(-1) * pool.page_size + torch.arange(pool.page_size)).view(heads, -1)
-        log_mass, positions = pool.masses_and_positions(slots[:, :longest])
+        # Without a stage, rows lie in order: a view will do.
+        taken = slice(len(rows)) if stage is None else rows
+        log_mass, positions = pool.masses_and_positions(slots[:, taken])
         queries, query_heads, norms = recorded.queries, recorded.query_heads, recorded.residual_norms
         view = LayerView(
             layer=layer,
-            keys=keys.view(heads, -1, pool.head_dim)[:, :longest].float(),
-            values=values.view(heads, -1, pool.head_dim)[:, :longest].float(),
+            keys=keys.view(heads, -1, pool.head_dim)[:, taken].float(),
+            values=values.view(heads, -1, pool.head_dim)[:, taken].float(),
             log_mass=log_mass,
-            counts=store.counts(seq, layer),
+            counts=counts,
             positions=positions.long().masked_fill(~valid, -1),
             valid=valid,
             num_tokens=num_tokens,
@@ -271,10 +293,14 @@ class Compressor:
         first, second = rows.chunk(2, dim=-1)
         return rows * cos + torch.cat((-second, first), dim=-1) * sin
 
-    def _valid(self, seq: int) -> tuple[Tensor, Tensor]:
-        """Entries of each lane [layers, kv_heads] int64, and which exist [layers, kv_heads, n] bool."""
-        lengths = torch.from_numpy(self.store.lengths[seq]).long()
-        return lengths, torch.arange(int(lengths.max())) < lengths[..., None]
+    def _lengths(self, seq: int, stage: Stage | None = None) -> Tensor:
+        """Entries of each lane, those that are staged among them: [layers, kv_heads] int64."""
+        return torch.from_numpy(self.store.lengths[seq]).long() + (0 if stage is None else stage.num_tokens)
+
+    def _positions(self, seq: int, stage: Stage | None) -> Tensor:
+        """As `LaneStore.positions`, of staged entries first."""
+        positions = self.store.positions(seq)
+        return positions if stage is None else torch.cat((stage.positions, positions), dim=-1)
 
     def _task(
         self,
@@ -286,9 +312,11 @@ class Compressor:
         pinned: Ranges,
         room: int,
         of_tokens: int | None,
+        stage: Stage | None = None,
     ) -> _Task | None:
         """What there is to do; None if the budget holds everything."""
-        lengths, valid = self._valid(seq)
+        lengths = self._lengths(seq, stage)
+        valid = _valid(lengths)
         limit = cache.limit
         if limit is None:
             return None
@@ -312,7 +340,7 @@ class Compressor:
             return None
         if not recorded.serves(policy.evidence):
             policy = Window()
-        positions = self.store.positions(seq)
+        positions = self._positions(seq, stage)
         # Recent entries compete where they would leave a policy that merges nothing to divide.
         capacity = capacity // 2 if is_merging(policy) else capacity
         protected = protect(positions, lengths, cache, (*cache.pinned, *pinned), capacity)
@@ -323,7 +351,8 @@ class Compressor:
         if not (valid & ~protected).any():
             return None  # what is pinned may be all there is, and more than a budget in entries
         sizes = max(total, int(least.sum())), ceiling, room
-        return _Task(seq, policy, cache, num_tokens, recorded, lengths, valid, positions, protected, *sizes)
+        held = lengths, valid, positions, protected
+        return _Task(seq, stage, policy, cache, num_tokens, recorded, *held, *sizes)
 
     def _drop_muted(self, seq: int, policy: AnyPolicy) -> bool:
         """Drop entries that attention does not see; they mean nothing to a policy that zooms in on none."""
@@ -341,9 +370,9 @@ class Compressor:
 
     def _evict(self, task: _Task) -> None:
         keep = self._keep(task)
-        if int(keep.sum()) == int(task.lengths.sum()):
+        if task.stage is None and int(keep.sum()) == int(task.lengths.sum()):
             return
-        if task.refit_evidence is None:
+        if task.refit_evidence is None and task.stage is None:
             self.store.rewrite(task.seq, keep)
             return
 
@@ -352,7 +381,17 @@ class Compressor:
             rows, source = kept_rows(view, keep[layer, :, : held.shape[1]], held)
             return self._refitted(task, view, rows), source
 
-        self.store.replace(task.seq, rows_of, task.end)
+        end = 0 if task.refit_evidence is None else task.end
+        self.store.replace(task.seq, rows_of, end, task.beside)
+
+    def _take_all(self, seq: int, stage: Stage) -> None:
+        """Put everything that is staged into the lanes, before what they hold."""
+
+        def rows_of(layer: int) -> tuple[Rows, Tensor]:
+            view = self.view(seq, layer, stage.num_tokens, Recorded(), output=False, stage=stage)
+            return kept_rows(view, view.valid, view.valid)
+
+        self.store.replace(seq, rows_of, 0, stage.num_tokens)
 
     def _keep(self, task: _Task) -> Tensor:
         """[layers, kv_heads, n] bool, the entries that stay."""
@@ -376,7 +415,7 @@ class Compressor:
     def _view(self, task: _Task, layer: int, device: torch.device = CPU) -> LayerView:
         wanted = task.policy.evidence
         output, gram = wanted.output_weight, wanted.output_gram
-        return self.view(task.seq, layer, task.num_tokens, task.shown, output, gram, device)
+        return self.view(task.seq, layer, task.num_tokens, task.shown, output, gram, device, task.stage)
 
     # Merging
 
@@ -399,7 +438,7 @@ class Compressor:
             rows, source = merger.rows(layer, view, assignment[layer], held)
             return self._refitted(task, view, rows, getattr(measured[layer], "seen", None)), source
 
-        self.store.replace(task.seq, rows_of, task.end)
+        self.store.replace(task.seq, rows_of, task.end, task.beside)
         made = [layer.basis for layer in measured if hasattr(layer, "basis")]
         return Basis.stacked(made) if made else basis
 
@@ -423,6 +462,11 @@ class Compressor:
             residual_norms=None,
             future_queries=self._future(recorded, view.layer, num_tokens),
         )
+
+
+def _valid(lengths: Tensor) -> Tensor:
+    """Which entries exist of lanes of these lengths [layers, kv_heads]: [layers, kv_heads, n] bool."""
+    return torch.arange(int(lengths.max())) < lengths[..., None]
 
 
 def _allocate_pages(policy: Policy, question: Allocation, ceiling: Ceiling, room: int) -> Tensor:

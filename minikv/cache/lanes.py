@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minikv.cache.area import Area
+from minikv.cache.area import Areas, Asked
 from minikv.cache.entries import Entries, Places
+from minikv.cache.integrity import check_lanes
 from minikv.cache.merged import Merged
 from minikv.cache.pool import PagePool
 
@@ -60,8 +61,7 @@ class LaneStore:
         # Entries that every lane of a sequence has room for on the pages that it holds, at least: a
         # number to look at in each step where counting over all lanes would take its time.
         self._room = [0] * max_seqs
-        self.areas: list[Area | None] = [None] * max_seqs
-        self._area_asked = [0] * max_seqs
+        self.areas = Areas(pool, max_seqs, self.lane_shape)
 
     # Sequences
 
@@ -117,7 +117,7 @@ class LaneStore:
 
     def pages_missing(self, seq: int, count: int) -> int:
         """Pages that `reserve(seq, count)` would take from the pool."""
-        return int(self._missing(seq, count).sum()) + self._area_missing(seq)
+        return int(self._missing(seq, count).sum()) + self.areas.missing(seq)
 
     def reserve(self, seq: int, count: int) -> bool:
         """Make room for `count` more entries in every lane, and for an area that was asked for; False,
@@ -125,9 +125,9 @@ class LaneStore:
         if count <= self._room[seq]:
             return True
         missing = self._missing(seq, count)
-        if int(missing.sum()) + self._area_missing(seq) > self.pool.num_free:
+        if int(missing.sum()) + self.areas.missing(seq) > self.pool.num_free:
             return False
-        self._take_area(seq)
+        self.areas.take(seq)
         self._grow(seq, missing)
         self._room[seq] = int((self.num_pages[seq] * self.pool.page_size - self.lengths[seq]).min())
         return True
@@ -143,6 +143,17 @@ class LaneStore:
         self.num_tokens[seq] += count
         self._room[seq] -= count
         assert self._room[seq] >= 0, "append without reserve"
+
+    def set_aside(self, seq: int, num_tokens: int) -> None:
+        """Count the first `num_tokens` tokens as kept elsewhere: the lanes hold none of them, on pages that
+        stay for what comes next."""
+        self.num_tokens[seq] = num_tokens
+        self.lengths[seq] = 0
+        self._room[seq] = int(self.num_pages[seq].min()) * self.pool.page_size
+
+    def num_aside(self, seq: int) -> int:
+        """Tokens that are kept elsewhere, of a sequence whose lanes hold all others."""
+        return int(self.num_tokens[seq] - self.lengths[seq].max())
 
     def _missing(self, seq: int, count: int) -> np.ndarray:
         wanted = -(-(self.lengths[seq] + count) // self.pool.page_size)
@@ -177,44 +188,26 @@ class LaneStore:
 
     # Areas
 
-    def ask_area(self, seq: int, per_lane: int) -> None:
-        """Have the next `reserve` give a sequence an area of so many pages in each lane, 0 for none."""
-        area = self.areas[seq]
-        if per_lane == (0 if area is None else area.per_lane):
-            return
-        self.release_area(seq)
-        self._area_asked[seq] = per_lane
-        self._room[seq] = 0
+    def ask_area(self, seq: int, per_lane: int, shared: bool = False, spare: int = 0) -> None:
+        """Have the next `reserve` give a sequence an area of so many pages in each lane, 0 for none; shared:
+        by all layers, with as many pages to `spare`."""
+        if self.areas.ask(seq, Asked(per_lane, shared, spare)):
+            self._room[seq] = 0
 
     def has_area(self, seq: int) -> bool:
         """Whether a sequence has an area, or is to get one."""
-        return self.areas[seq] is not None or self._area_asked[seq] > 0
+        return seq in self.areas
 
     def release_area(self, seq: int) -> None:
         """Give up a sequence's area, and one that it was to get; its lanes are what they were before."""
-        self._area_asked[seq] = 0
-        if (area := self.areas[seq]) is not None:
-            area.reset()
-            self.areas[seq] = None
-            self.pool.free(area.pages.astype(np.int64).reshape(-1))
-
-    def _area_missing(self, seq: int) -> int:
-        return self._area_asked[seq] * self.num_lanes
+        self.areas.release(seq)
 
     def take_area(self, seq: int) -> bool:
         """Give a sequence the area that was asked for now; False, changing nothing, if the pool is short."""
-        if self._area_missing(seq) > self.pool.num_free:
+        if self.areas.missing(seq) > self.pool.num_free:
             return False
-        self._take_area(seq)
+        self.areas.take(seq)
         return True
-
-    def _take_area(self, seq: int) -> None:
-        if not self._area_asked[seq]:
-            return
-        ids = self.pool.allocate(self._area_missing(seq))
-        self.pool.log_mass[torch.from_numpy(ids)] = -torch.inf
-        self.areas[seq] = Area(ids.astype(np.int32).reshape(*self.lane_shape, -1))
-        self._area_asked[seq] = 0
 
     # Reading and rewriting what is stored
 
@@ -322,7 +315,9 @@ class LaneStore:
         for layer in range(self.lane_shape[0]):
             self.pool.move_rows(source[layer][keep[layer]], target[layer][taken[layer]])
 
-    def replace(self, seq: int, rows_of: Callable[[int], tuple[Rows, Tensor]], end: int) -> None:
+    def replace(
+        self, seq: int, rows_of: Callable[[int], tuple[Rows, Tensor]], end: int, beside: int = 0
+    ) -> None:
         """Put other rows in the place of all that the lanes hold, in place and layer by layer; pages no
         longer needed are free when a layer is done.
 
@@ -330,8 +325,14 @@ class LaneStore:
             entry of the lane [kv_heads, m] int64 that it may equal. It is asked when all layers before are
             done; if it raises, those stay replaced and the others as they were.
         end: position after the last token of which anything has gone into another entry.
+        beside: rows of a shared area that count as the first entries of each lane; the pages that it has to
+            spare must do for what lanes get beyond those that they hold.
         """
-        self.release_area(seq)
+        if beside:
+            self._shrink(seq, -(-self.lengths[seq] // self.pool.page_size))
+            self.areas.release_spare(seq)
+        else:
+            self.release_area(seq)
         merged = (self._merged[seq] or Merged.none(self.lane_shape)).until(end)
         self._merged[seq] = merged
         self.has_mass[seq] = True
@@ -339,8 +340,8 @@ class LaneStore:
             rows, source = rows_of(layer)
             held = rows.positions >= 0
             lengths = held.sum(dim=1).numpy().astype(np.int32)
-            assert (lengths <= self.lengths[seq, layer]).all(), "a lane got more entries than it had"
-            self._write_layer(seq, layer, rows, source, held)
+            assert (lengths <= self.lengths[seq, layer] + beside).all(), "a lane got more entries than it had"
+            self._write_layer(seq, layer, rows, self._layer_slots(seq, layer, source, beside), held)
             self._note_masses(seq, layer, rows.log_mass[held], held)
             self.lengths[seq, layer] = lengths
             merged = merged.with_layer(layer, rows.counts.numpy(), held.numpy())
@@ -349,17 +350,39 @@ class LaneStore:
             pages[layer] = -(-lengths // self.pool.page_size)
             self._shrink(seq, pages)
         self.has_mass[seq] = self.mass_ends[seq].any()
+        self.release_area(seq)
 
-    def _write_layer(self, seq: int, layer: int, rows: Rows, source: Tensor, held: Tensor) -> None:
+    def _write_layer(self, seq: int, layer: int, rows: Rows, equal: Tensor, held: Tensor) -> None:
+        wanted = -(-held.sum(dim=1).numpy() // self.pool.page_size)
+        missing = np.zeros(self.lane_shape, dtype=np.int32)
+        missing[layer] = np.maximum(wanted - self.num_pages[seq, layer], 0)
+        self._grow(seq, missing)
         target = self._layer_slots(seq, layer, torch.arange(held.shape[1]).expand(held.shape))[held]
-        equal = self._layer_slots(seq, layer, source)[held]
-        self.pool.replace_rows(target, rows.keys[held], rows.values[held], equal)
+        self.pool.replace_rows(target, rows.keys[held], rows.values[held], equal[held])
         self.pool.write_entries(target, rows.positions[held], rows.log_mass[held])
 
-    def _layer_slots(self, seq: int, layer: int, entry: Tensor) -> Tensor:
-        """Pool rows of entries [kv_heads, n] of one layer."""
-        page = torch.from_numpy(self.pages[seq, layer]).long().gather(1, entry // self.pool.page_size)
-        return page * self.pool.page_size + entry % self.pool.page_size
+    def table(self, seq: int, layer: int, beside: int = 0) -> tuple[Tensor, Tensor]:
+        """Pages of one layer's lanes [kv_heads, n] int64, behind those of the first `beside` rows of a shared
+        area, and in which of their rows the entries of the longest lane lie, those of the area first: [m]."""
+        size, longest = self.pool.page_size, int(self.lengths[seq, layer].max())
+        pages, rows = self.pages[seq, layer, :, : -(-longest // size)], torch.arange(beside + longest)
+        if beside:
+            area = self.areas[seq]
+            assert area is not None and area.shared, "rows beside a lane are those of a shared area"
+            width = -(-beside // size)
+            pages = np.concatenate((area.pages[layer, :, :width], pages), axis=1)
+            rows[beside:] += width * size - beside
+        return torch.from_numpy(pages.astype(np.int64)), rows
+
+    def _layer_slots(self, seq: int, layer: int, entry: Tensor, beside: int = 0) -> Tensor:
+        """Pool rows of entries [kv_heads, n] of one layer; the first `beside` are those of a shared area."""
+        size = self.pool.page_size
+        if beside:
+            pages, rows = self.table(seq, layer, beside)
+            entry = rows[entry.clamp(max=len(rows) - 1)]
+        else:
+            pages = torch.from_numpy(self.pages[seq, layer]).long()
+        return pages.gather(1, entry // size) * size + entry % size
 
     def take(self, seq: int, layer: int, chosen: Tensor) -> Entries:
         """Copies of the entries of one layer that `chosen` [kv_heads, n] bool says, n the longest of its
@@ -459,7 +482,7 @@ class LaneStore:
     def pages_of(self, seq: int) -> int:
         """Pages that the sequence holds, those of its area among them."""
         area = self.areas[seq]
-        return int(self.num_pages[seq].sum()) + (0 if area is None else area.pages.size)
+        return int(self.num_pages[seq].sum()) + (0 if area is None else len(area.ids))
 
     def bytes_of(self, seq: int) -> int:
         """Bytes of the pages that the sequence holds."""
@@ -467,33 +490,4 @@ class LaneStore:
 
     def check(self) -> None:
         """Re-derive every count; an AssertionError names the first that is wrong."""
-        place = np.arange(self.max_pages)
-        held = place < self.num_pages[..., None]
-        assert not self.num_pages[~self._open].any(), "a closed sequence holds pages"
-        assert not self.lengths[~self._open].any(), "a closed sequence has entries"
-        assert (self.lengths >= 0).all(), "a lane has a negative length"
-        assert (self.lengths <= self.num_pages * self.pool.page_size).all(), "a lane is longer than its pages"
-        assert not any(self._merged[seq] for seq in np.flatnonzero(~self._open)), (
-            "a closed sequence has counts"
-        )
-        assert (self.lengths.max(axis=(1, 2)) <= self.num_tokens).all(), "a lane stands for too many tokens"
-        for seq in (seq for seq, merged in enumerate(self._merged) if merged is not None):
-            counts = self.counts(seq).numpy()
-            stored = np.arange(counts.shape[-1]) < self.lengths[seq][..., None]
-            assert (counts[stored] >= 1).all(), "an entry stands for no token"
-            assert (counts.sum(axis=-1) <= self.num_tokens[seq]).all(), "a lane stands for too many tokens"
-        self._check_masses()
-        assert (self.pages[held] > 0).all() and not self.pages[~held].any(), "a lane table has a hole"
-        closed = [area for area, is_open in zip(self.areas, self._open, strict=True) if not is_open]
-        assert not any(closed), "a closed sequence has an area"
-        areas = [area.pages.reshape(-1) for area in self.areas if area is not None]
-        self.pool.check(np.concatenate([self.pages[held], *areas]).astype(np.int64))
-
-    def _check_masses(self) -> None:
-        assert (self.mass_ends <= self.lengths).all(), "masses end past a lane's end"
-        for seq in np.flatnonzero(self._open).tolist():
-            assert self.has_mass[seq] or not self.mass_ends[seq].any(), "masses of a sequence that has none"
-            slots, valid = self.slots(seq)
-            light = torch.arange(slots.shape[-1]) >= torch.from_numpy(self.mass_ends[seq])[..., None]
-            log_mass, _ = self.pool.masses_and_positions(slots[valid & light])
-            assert not log_mass.any(), "an entry has a mass where none should"
+        check_lanes(self, self._open, self._merged)

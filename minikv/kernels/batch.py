@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from minikv.cache.pool import PagePool
     from minikv.cache.spans.zoom import Routing
+    from minikv.cache.stage import Stage
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Batch:
     route: what sequences zoom in and out in each layer between writing and attending, for the rotated queries
         [T, query_heads, head_dim] float32 of all rows, or None. It changes entries of the pool that lanes
         of the batch hold, and no lane.
+    stages: what sequences have below the pool, put into it layer by layer at the same place as `route`.
     likeliest: [len(logit_rows)] int32, the token of the largest logit, -1 where one is not finite; filled
         in by a decoder that finds it on the way.
 
@@ -63,6 +66,7 @@ class Batch:
     captured: Tensor | None = None
     captured_norms: Tensor | None = None
     route: Routing | None = None
+    stages: Sequence[Stage] = ()
     likeliest: Tensor | None = None
     mass_ends: Tensor | None = None
 

@@ -140,6 +140,8 @@ class Decoder:
                 rows = batch.capture_rows.to(self.device)
                 batch.captured[index] = q[rows].to(CPU)
                 batch.captured_norms[index] = hidden[rows].norm(dim=1).to(CPU)
+            for stage in batch.stages:
+                stage.fill(index)
             if batch.route is not None:
                 batch.route(index, q)
             attended, _ = backend.attend(q.to(self._attention_dtype), k, v, batch, index)

@@ -80,7 +80,9 @@ def bucket_of(batch: Batch) -> Bucket | None:
     rows = batch.num_sequences
     if rows != batch.num_rows or not 1 <= rows <= ROWS[-1]:
         return None
-    if batch.capture_rows is not None or batch.route is not None or batch.pool.scratch is None:
+    if batch.route is not None or batch.stages:
+        return None  # both work on the host between the parts of a layer
+    if batch.capture_rows is not None or batch.pool.scratch is None:
         return None
     longest, entries = int(batch.past_lengths.max()) + 1, LEAST_ENTRIES
     while entries < longest:

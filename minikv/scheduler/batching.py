@@ -71,7 +71,7 @@ def batch_of(store: LaneStore, parts: Sequence[Rows]) -> Batch:
     pages = store.pages[seqs, :, :, : -(-longest // store.pool.page_size)]
     if any(store.areas[part.seq] is not None for part in parts):
         pages, lengths = _with_areas(store, parts, pages, lengths)
-    has_mass = [bool(store.has_mass[part.seq]) or store.areas[part.seq] is not None for part in parts]
+    has_mass = [bool(store.has_mass[part.seq]) or _masks(store, part.seq) for part in parts]
     return Batch(
         pool=store.pool,
         token_ids=_tensor(ids),
@@ -90,25 +90,42 @@ def batch_of(store: LaneStore, parts: Sequence[Rows]) -> Batch:
 def _with_areas(
     store: LaneStore, parts: Sequence[Rows], pages: np.ndarray, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lane tables in which each area comes before the lane that it belongs to, all of it in use, and the
-    lengths of both together."""
+    """Lane tables in which each area comes before the lane that it belongs to, as far as it is in use, and
+    the lengths of both together."""
     areas = [store.areas[part.seq] for part in parts]
-    widths = [0 if area is None else area.per_lane for area in areas]
+    widths = [_width(store, part.seq) for part in parts]
     joined = np.zeros((*pages.shape[:3], pages.shape[3] + max(widths)), dtype=pages.dtype)
     lengths = lengths.copy()
     for index, (area, width) in enumerate(zip(areas, widths, strict=True)):
         joined[index, :, :, width : width + pages.shape[3]] = pages[index]
         if area is not None:
-            joined[index, :, :, :width] = area.pages
+            joined[index, :, :, :width] = area.pages[:, :, :width]
             lengths[index] += width * store.pool.page_size
     return joined, lengths
+
+
+def _width(store: LaneStore, seq: int) -> int:
+    """Pages of a sequence's area that are in use, in each lane; of a shared one those with tokens that the
+    lanes do not hold."""
+    area = store.areas[seq]
+    if area is None or not area.shared:
+        return 0 if area is None else area.per_lane
+    return -(-store.num_aside(seq) // store.pool.page_size)
+
+
+def _masks(store: LaneStore, seq: int) -> bool:
+    """Whether a sequence has an area with rows in use that are not to be seen."""
+    area = store.areas[seq]
+    if area is None or not area.shared:
+        return area is not None
+    return store.num_aside(seq) % store.pool.page_size != 0
 
 
 def _mass_ends(store: LaneStore, parts: Sequence[Rows], lengths: np.ndarray) -> Tensor:
     """As `Batch.mass_ends`. Where there is an area, masses come and go while the batch is computed, and any
     entry before the new ones may get one."""
     ends = [
-        store.mass_ends[part.seq] if store.areas[part.seq] is None else lengths[index]
+        lengths[index] if _masks(store, part.seq) else store.mass_ends[part.seq]
         for index, part in enumerate(parts)
     ]
     return _tensor(np.stack(ends))

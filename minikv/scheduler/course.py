@@ -29,6 +29,8 @@ class Turn:
     start: first position that it computed itself. num_prompt: tokens up to the model's reply.
     content: positions whose queries tell what matters. pinned: token ranges that stay.
     restored: it began with everything that had been demoted put back; `before` was recorded until then.
+    staged: what comes before a row is below the pool while its prompt is computed, and is put into it layer
+        by layer.
     """
 
     retention: Retention
@@ -38,6 +40,7 @@ class Turn:
     pinned: Ranges = ()
     recorder: Recorder | None = None
     restored: bool = False
+    staged: bool = False
     before: Recorder | None = None
 
     def new_recorder(self, config: ModelConfig, rope: Rope) -> Recorder:
@@ -203,6 +206,8 @@ class Course:
         for turn in self.turns:
             turn.recorder = None
             turn.restored = False
+            # Computed again, a later turn goes on from what the lanes then hold.
+            turn.staged = turn.staged and not turn.start
 
     def forget_below(self) -> None:
         """Give up what was demoted."""

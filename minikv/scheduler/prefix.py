@@ -363,7 +363,7 @@ def _is_fresh(request: Request) -> bool:
     if request.num_computed or request.waits_below is not None:
         return False
     if turns := request.course.turns:
-        return len(turns) == 1 and turns[0].start == 0
+        return len(turns) == 1 and turns[0].start == 0 and not turns[0].staged
     lanes = request.lanes
     return lanes is None or not (lanes.token_ids or lanes.course.turns)
 

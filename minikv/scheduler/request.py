@@ -104,6 +104,7 @@ class Request:
     tape: Tape | None = None
     seq: int | None = None
     swapped: Swapped | None = None
+    was_set_back: bool = False
     state: State = State.WAITING
     started: float | None = None
     first_token: float | None = None
@@ -128,9 +129,11 @@ class Request:
     def output_ids(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 
-    def begin(self, start: int, restored: bool = False) -> None:
+    def begin(self, start: int, restored: bool = False, staged: bool = False) -> None:
         """Begin the turn whose first row is at `start`, as a further one of `course`; see `Course.begin`."""
-        self.course.begin(self.turn(start), restored)
+        turn = self.turn(start)
+        turn.staged = staged
+        self.course.begin(turn, restored)
 
     @property
     def restored(self) -> bool:
@@ -143,6 +146,11 @@ class Request:
         self.num_computed = self.num_reused = 0
         if not self.course.rewind(self.course.turns[-1].start):
             self.course.restart()
+
+    @property
+    def staged(self) -> bool:
+        """Whether its turn is computed against what is below the pool; see `Turn`."""
+        return bool(self.course.turns) and self.course.turns[-1].staged
 
     @property
     def waits_below(self) -> Swapped | None:

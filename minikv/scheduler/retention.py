@@ -64,7 +64,7 @@ class Retention:
         self.ceiling: Ceiling | None = None
         self._store: LaneStore | None = None
         self.slack = cache.decode_slack
-        self.stride = prefill_chunk
+        self.stride = self.chunk = prefill_chunk
         self.routed = min(_ROUTED, prefill_chunk)
         self.zooms: bool = getattr(policy, "zooms", False)
         if policy is None:
@@ -141,16 +141,24 @@ class Retention:
         pinned: its ranges besides those of the configuration."""
         if not self.streaming or self.keeps_all:
             return None
+        return self._pages_beside(self.stride, num_prompt, pinned)
+
+    def pages_kept(self, num_tokens: int, pinned: Ranges) -> int:
+        """Pages that lanes never pass once a prompt of `num_tokens` tokens is compressed; pinned: its ranges
+        besides those of the configuration."""
+        return self._pages_beside(0, num_tokens, pinned)
+
+    def _pages_beside(self, stride: int, num_tokens: int, pinned: Ranges) -> int:
+        """Pages for what stays of so many tokens, with `stride` entries more in each lane."""
         if self.ceiling is not None:
             return self.ceiling.max_pages
         whole = max(
-            min(num_prompt, self.cache.too_short), _num_pinned((*self.cache.pinned, *pinned), num_prompt)
+            min(num_tokens, self.cache.too_short), _num_pinned((*self.cache.pinned, *pinned), num_tokens)
         )
-        kept = max(self._entries(num_prompt), whole * self.num_lanes)
+        kept = max(self._entries(num_tokens), whole * self.num_lanes)
         # Lanes end within a page, and so do areas.
         ends = self.page_size * (2 if self.zooms else 1)
-        entries = kept + (self.stride + ends) * self.num_lanes
-        return -(-entries // self.page_size)
+        return -(-(kept + (stride + ends) * self.num_lanes) // self.page_size)
 
     def _part(self, num_tokens: int) -> float:
         """Of the budget, that the lanes get where there are spans."""

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from minikv.cache.lanes import LaneStore
 from minikv.config import format_size
 from minikv.scheduler.request import Lanes, Request
 from minikv.scheduler.swap import Swap
+
+
+class Way(Enum):
+    """How a request begins: with what its lanes hold, or with all that was demoted put back or staged."""
+
+    AS_LEFT = "as left"
+    WHOLE = "whole"
+    STAGED = "staged"
 
 
 class Room:
@@ -20,9 +30,11 @@ class Room:
         and for the tokens that it has."""
         swapped, lanes = request.waits_below, request.lanes
         course = request.course if request.course.turns or lanes is None else lanes.course
-        if lanes is not None and not request.course.turns and self.restores(request, lanes):
+        if lanes is not None and not request.course.turns and (way := self.way(request)) is not Way.AS_LEFT:
             held = 0 if lanes.seq is None else self._store.pages_of(lanes.seq)
-            return max(0, self._store.pages_for(len(request.tokens)) - held)
+            there = 0 if lanes.swapped is None else lanes.swapped.pages
+            whole = self._store.pages_for(len(request.tokens))
+            return max(there, (self._staged(request) if way is Way.STAGED else whole) - held)
         known = request.num_computed or (0 if lanes is None else len(lanes.token_ids))
         count = len(request.tokens) - known
         if swapped is not None:
@@ -40,14 +52,36 @@ class Room:
             bound = self.most(request)
         return taken + (missing if bound is None else min(missing, max(0, bound - held)))
 
-    def restores(self, request: Request, lanes: Lanes) -> bool:
-        """Whether everything that was demoted of the lanes is to be there while the request is computed: it
-        then is judged by as the first prompt was. A pool that cannot hold that goes on with what is there."""
-        below = lanes.course.below
-        if below is None or below.lost or not request.retention.demotes or request.repeats:
-            return False
-        known = lanes.seq is not None or lanes.swapped is not None or lanes.are_below
-        return known and self._store.pages_for(len(request.tokens)) <= self._store.pool.num_pages
+    def way(self, request: Request) -> Way:
+        """How a request that has not begun yet is to begin. Everything that was demoted is there while it is
+        computed, so that it is judged by as the first prompt was; where the pool cannot hold that, one layer
+        at a time. One that cannot even hold a layer goes on with what is there."""
+        lanes = request.lanes or Lanes()
+        if not request.retention.demotes or request.repeats:
+            return Way.AS_LEFT
+        fits = self._store.pages_for(len(request.tokens)) <= self._store.pool.num_pages
+        stages = not fits and self._staged(request) <= self._store.pool.num_pages
+        below, known = lanes.course.below, lanes.holds
+        if below is None or not lanes.token_ids:
+            # Nothing was compressed yet: what the lanes hold is everything.
+            everything = not lanes.token_ids or (known and not lanes.course.compressions)
+            return Way.STAGED if stages and everything else Way.AS_LEFT
+        if below.lost or not known:
+            return Way.AS_LEFT
+        if fits:
+            return Way.WHOLE
+        return Way.STAGED if stages and below.all_whole else Way.AS_LEFT
+
+    def _staged(self, request: Request) -> int:
+        """Pages that a request takes while its prompt is computed against what is below the pool: a layer of
+        everything, what will stay of it, and the rows of a chunk."""
+        store, lanes, turns = self._store, request.lanes, request.course.turns
+        start = turns[-1].start if turns else len(lanes.token_ids) if lanes is not None else 0
+        chunk = min(request.retention.chunk, request.num_prompt - start) + store.pool.page_size
+        layer = store.pages_for(request.num_prompt) // store.lane_shape[0]
+        return (
+            layer + request.retention.pages_kept(request.num_prompt, request.pinned) + store.pages_for(chunk)
+        )
 
     def ahead(self, request: Request) -> int:
         """Pages that a running request will still take for the tokens it has."""
@@ -66,6 +100,10 @@ class Room:
         keeps_all = request.retention.keeps_all
         if keeps_all and not course.compressions:
             return everything
+        if request.staged or (not request.course.turns and self.way(request) is Way.STAGED):
+            said = self._store.pages_for(len(request.tokens) - request.num_prompt) + self._store.num_lanes
+            kept = request.retention.pages_kept(request.num_prompt, request.pinned)
+            return max(course.peak, self._staged(request), kept + said)
         if request.restored:
             # What it says comes after the compression, as in any other turn.
             return max(course.peak, min(everything, self._store.pages_for(request.num_prompt)))

@@ -19,10 +19,11 @@ from minikv.cache.evidence import Recorder
 from minikv.cache.lanes import LaneStore
 from minikv.cache.tiers.storage import Storage
 from minikv.once import Once
-from minikv.scheduler.areas import ask_area
+from minikv.scheduler.areas import ask_area, rows_to_boundary
 from minikv.scheduler.prefix import Prefixes
 from minikv.scheduler.request import Lanes, Request, State
 from minikv.scheduler.room import Room
+from minikv.scheduler.starting import Starting
 from minikv.scheduler.swap import Swap, Swapped
 
 _LOG = logging.getLogger(__name__)
@@ -56,18 +57,28 @@ class Scheduler:
         self.once = Once()
         self.swap = Swap(store, storage, self.once)
         self.room = Room(store, self.swap)
+        self.starting = Starting(store, storage, self.swap, self.room, self.once)
         self.prefixes = prefixes
         self.max_batch_tokens = max_batch_tokens
         self.prefill_chunk = prefill_chunk
         self.reuse_limit = reuse_limit  # longest prompt that may go on from lanes kept earlier
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.idle: list[Lanes] = []  # least recently used first
         self.exhausted: list[tuple[Request, str]] = []
         self.overfull: list[Request] = []
         self.num_preemptions = 0
-        self.num_restored = 0
         self.num_reclaimed = 0
+
+    @property
+    def idle(self) -> list[Lanes]:
+        """Lanes of conversations that are in the pool while no request uses them, least recently used
+        first."""
+        return self.starting.idle
+
+    @property
+    def num_restored(self) -> int:
+        """Turns that began with everything that had been demoted there."""
+        return self.starting.num_restored
 
     @property
     def has_work(self) -> bool:
@@ -112,6 +123,7 @@ class Scheduler:
         lengths = self.store.lengths[request.seq]
         if request.num_computed == request.course.turn_at(request.num_computed).start:
             ask_area(self.store, request)
+        wanted = rows_to_boundary(self.store, request, wanted)
         together = request.course.rows_together(request.num_computed, lengths)
         if min(together, request.num_remaining) > wanted:
             return 0  # these rows wait for one another
@@ -136,9 +148,11 @@ class Scheduler:
             if keep_lanes and (seq is not None or swapped is not None):
                 if self._leave_below(request, lanes):
                     self._close(seq, swapped)
-                else:
+                    return
+                # A first prompt that is staged is read from its start again: another is judged as a whole.
+                if seq is None or not self.store.areas.shared(seq):
                     self._leave(request, lanes, seq, swapped)
-                return
+                    return
         self._close(seq, swapped)
         request.course.forget_below()
 
@@ -169,8 +183,8 @@ class Scheduler:
 
     def _leave_below(self, request: Request, lanes: Lanes) -> bool:
         """Leave to lanes what is below the pool of a request that ends before anything was compressed of what
-        was put back for it; False, changing nothing, for others. The pool could seldom hold all of that and
-        another question, and never has to."""
+        was put back or staged for it; False, changing nothing, for others. The pool could seldom hold all of
+        that and another question, and never has to."""
         if not request.restored:
             return False
         course, turn = request.course, request.course.turns[-1]
@@ -281,83 +295,12 @@ class Scheduler:
 
     def _start(self, request: Request) -> bool:
         """Start a request for which there is room; False if what it was to go on from is lost."""
-        lanes = request.lanes
-        if request.course.turns:
-            if not self._resume(request):
-                return False
-        elif lanes is not None:
-            if not self._start_on(request, lanes):
-                return False
-        else:
-            request.seq = self.store.open()
-            request.begin(0)
+        if not self.starting.start(request):
+            return False
         if self.prefixes is not None:
             self.prefixes.begin(request)
         ask_area(self.store, request)
         self._run(request)
-        return True
-
-    def _resume(self, request: Request) -> bool:
-        """Let a request that was preempted go on, or begin again with its own course; see `_start`."""
-        swapped, request.swapped = request.swapped, None
-        if swapped is not None:
-            request.seq = self.swap.restore(swapped)
-            if request.seq is None:
-                request.restart()
-                return False
-        elif not (request.restored and self._put_back(request, request.course.turns[-1].start)):
-            request.course.restart()
-            request.seq = self.store.open()
-        return True
-
-    def _start_on(self, request: Request, lanes: Lanes) -> bool:
-        """Go on from the lanes of a conversation, with what was demoted of them if that is asked for; see
-        `_start`."""
-        demoted = lanes.swapped is not None
-        restores = self.room.restores(request, lanes)
-        seq = self._sequence_of(lanes)
-        if demoted and seq is None:
-            return False
-        past = len(lanes.token_ids)
-        request.course, request.past_pages = lanes.course, lanes.pages
-        if seq is not None:
-            request.seq, request.num_computed, request.num_reused = seq, past, past
-            if restores and request.course.below is not None:
-                request.course.below.add(self.store, seq, past)
-        restored = restores and self._put_back(request, past)
-        if request.seq is None:
-            request.course.restart()
-            request.seq = self.store.open()
-        if request.repeats:
-            request.prompt_logits = lanes.prompt_logits
-        else:
-            request.begin(past, restored)
-        lanes.forget()
-        return True
-
-    def _sequence_of(self, lanes: Lanes) -> int | None:
-        """The sequence of lanes, which have none any more, back from below the pool if it was there."""
-        if lanes.seq is None:
-            return self.swap.restore_lanes(lanes)
-        self.idle.remove(lanes)
-        seq, lanes.seq = lanes.seq, None
-        return seq
-
-    def _put_back(self, request: Request, num_tokens: int) -> bool:
-        """Give a request a new sequence with all entries of its first `num_tokens` tokens, in the place of
-        what it has. False if they cannot be had: it then has what it had, or no sequence."""
-        below = request.course.below
-        spans = None if below is None else below.spans(num_tokens)
-        if below is None or spans is None:
-            return False
-        if request.seq is not None:
-            self.store.close(request.seq)
-        request.num_computed = request.num_reused = 0
-        request.seq = below.restore(self.store, spans, num_tokens)
-        if request.seq is None:
-            return False
-        request.num_computed = request.num_reused = num_tokens
-        self.num_restored += 1
         return True
 
     def _leave_prefixes(self, request: Request) -> None:
@@ -478,8 +421,14 @@ class Scheduler:
             "The KV pool is full: preempting requests (raise --kv-hot or lower --max-seqs).",
         )
         planned.pop(request.id, None)
-        self.running.remove(request)
         request.swapped = self.swap.demote(request.seq)
+        self.set_back(request)
+        self.num_preemptions += 1
+
+    def set_back(self, request: Request) -> None:
+        """Let a running request wait to go on from what is swapped of it, or to begin again."""
+        assert request.seq is not None
+        self.running.remove(request)
         self.store.close(request.seq)
         request.seq = None
         if request.swapped is None:
@@ -487,7 +436,6 @@ class Scheduler:
         self._leave_prefixes(request)
         request.state = State.WAITING
         self.add(request)
-        self.num_preemptions += 1
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

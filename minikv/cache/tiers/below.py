@@ -96,7 +96,7 @@ class Below:
             self._parts.append(_Part(num_tokens, handles, whole))
         else:
             self.storage.forget(handles)
-            self._lose("the warm and cold tiers have no room for it; raise --kv-warm or --kv-cold")
+            self.lose("the warm and cold tiers have no room for it; raise --kv-warm or --kv-cold")
 
     def _copy(self, store: LaneStore, seq: int, num_tokens: int, handles: list[Handle]) -> bool | None:
         """Note spans of the next part, and say whether it is whole; None if there is no room for it."""
@@ -171,7 +171,7 @@ class Below:
             part, mine = self._parts[number], (place == number).nonzero()[:, 0]
             span = self.storage.tiers.read(part.handles[layer])
             if span is None:
-                self._lose("it cannot be read any more")
+                self.lose("it cannot be read any more")
                 return None
             start, end = int(starts[number]), part.end
             at = heads[mine] * (end - start) + tokens[mine] - start
@@ -181,6 +181,28 @@ class Below:
         for piece in pieces[1:]:
             rows = rows.and_then(piece)
         return rows if len(pieces) == 1 else rows.at(torch.cat(order).argsort())
+
+    @property
+    def all_whole(self) -> bool:
+        """Whether an entry for each of its tokens is here, in every lane, as far as is known."""
+        return not self.lost and all(part.whole for part in self._parts)
+
+    def layer(self, layer: int, num_tokens: int) -> list[tuple[int, int, Stored]] | None:
+        """All entries of a layer of the first `num_tokens` tokens, which are `all_whole`, in parts of tokens
+        [start, end), lane after lane; None, and lost, if they cannot be had any more."""
+        found = []
+        for start, end, handles in self.whole_parts():
+            if start >= num_tokens:
+                break
+            span = self.storage.tiers.read(handles[layer])
+            if span is None:
+                self.lose("it cannot be read any more")
+                return None
+            entries = self.storage.sparing.decode(span)
+            if end > num_tokens:
+                entries, end = entries.before(num_tokens), num_tokens
+            found.append((start, end, entries.rows))
+        return found
 
     def ahead(self, layer: int) -> None:
         """Begin to read what rows of a layer will come from, if it is in cold alone; `rows` waits for it."""
@@ -199,7 +221,7 @@ class Below:
         for handle in handles:
             span = self.storage.tiers.read(handle)
             if span is None:
-                self._lose("it cannot be read any more")
+                self.lose("it cannot be read any more")
                 return None
             spans.append(span)
         return spans
@@ -213,7 +235,7 @@ class Below:
         except (MemoryError, RuntimeError):
             _LOG.debug("what was demoted could not be put back", exc_info=True)
             store.close(seq)
-            self._lose("there is not enough memory to put it back")
+            self.lose("there is not enough memory to put it back")
             return None
         assert enough, "the caller must make room for what is put back"
         return seq
@@ -246,7 +268,7 @@ class Below:
             self._parts.append(_Part(end, handles, part.whole))
         else:
             self.storage.forget((*part.handles, *handles))
-            self._lose("it cannot be read any more, or there is no room to cut it")
+            self.lose("it cannot be read any more, or there is no room to cut it")
 
     def _shorten_span(self, handle: Handle, end: int, handles: list[Handle]) -> bool:
         """Keep the beginning of a span, which is gone, and note it; False if that cannot be."""
@@ -267,7 +289,10 @@ class Below:
             self.storage.forget(part.handles)
         self._parts.clear()
 
-    def _lose(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
+        """Give up all spans for good, and say why."""
+        if self.lost:
+            return
         _LOG.warning("A conversation goes on without what was demoted of it: %s.", reason)
         self.forget()
         self.lost = True

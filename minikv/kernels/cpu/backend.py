@@ -25,6 +25,7 @@ from minikv.kernels.cpu.library import (
 )
 from minikv.kernels.cpu.pack import PackedMatrix
 from minikv.kernels.cpu.slots import CompiledSlots
+from minikv.kernels.cpu.stage import CompiledStaging
 from minikv.kernels.cpu.zoom import CompiledRouting
 
 if TYPE_CHECKING:
@@ -167,13 +168,17 @@ class CpuBackend:
     def layers(self, model: ModelStruct, batch: Batch, hidden: Tensor, first: int, last: int) -> None:
         """Run the decoder layers [first, last) over hidden [T, hidden] float32, in place."""
         plan: _Plan = batch.plan
-        routing = None if batch.route is None else CompiledRouting(batch.route, plan.batch)
+        set_up: list[CompiledRouting | CompiledStaging] = []
+        if batch.route is not None:
+            set_up.append(CompiledRouting(batch.route, plan.batch))
+        if batch.stages:
+            set_up.append(CompiledStaging(batch.stages, plan.batch))
         status = self.library.mkv_layers(
             self.context, model, plan.pool, plan.batch, hidden.data_ptr(), first, last
         )
         _check(status)
-        if routing is not None:
-            routing.finish()
+        for part in set_up:
+            part.finish()
 
     def zoom(self, q: Tensor, batch: Batch, layer: int) -> None:
         """Zoom in and out as `layers` does between writing and attending, for rotated queries

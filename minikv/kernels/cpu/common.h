@@ -95,6 +95,8 @@ struct Batch {
   float* captured_norms;        // [layers][captures]: of the residual streams that the queries were made from
   // Called by one thread before the attention of each layer in which rows enter that are not at hand; or null.
   void (*fetch)(int layer);
+  // Called by one thread before the attention of each layer, to put entries there that it will see; or null.
+  void (*stage)(int layer);
   int32_t num_zooms;
   const struct Zoom* zooms;     // [num_zooms], of those sequences that have spans to zoom in
 };

@@ -222,6 +222,10 @@ static void run_layer(const Run& run, int layer, int thread, int threads) {
     run.next_zoom->store(0);
   }
   team.barrier();
+  if (run.batch->stage) {
+    if (thread == 0) run.batch->stage(layer);
+    team.barrier();
+  }
   if (run.batch->num_zooms) {
     zoom_any(run, layer, thread);
     team.barrier();

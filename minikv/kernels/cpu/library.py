@@ -8,7 +8,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 # Must be equal to `mkv_version` in api.cpp.
-VERSION = 9
+VERSION = 10
 
 
 class MatrixStruct(Structure):
@@ -89,13 +89,14 @@ class BatchStruct(Structure):
         ("captured", c_void_p),
         ("captured_norms", c_void_p),
         ("fetch", c_void_p),
+        ("stage", c_void_p),
         ("num_zooms", c_int32),
         ("zooms", c_void_p),
     )
 
 
-FETCH = CFUNCTYPE(None, c_int)
-"""`Batch::fetch` in common.h."""
+BEFORE_LAYER = CFUNCTYPE(None, c_int)
+"""`Batch::fetch` and `Batch::stage` in common.h."""
 
 
 class ZoomStruct(Structure):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.tiers.reach import Reach
-from minikv.kernels.cpu.library import FETCH, BatchStruct, ZoomStruct
+from minikv.kernels.cpu.library import BEFORE_LAYER, BatchStruct, ZoomStruct
 
 if TYPE_CHECKING:
     from minikv.cache.spans.zoom import Routing, Zoom
@@ -107,7 +107,7 @@ class CompiledRouting:
             self._zooms.append((zoom, compiled))
         self._structs = (ZoomStruct * len(self._zooms))(*(compiled.struct for _, compiled in self._zooms))
         self._error: BaseException | None = None
-        self._call = FETCH(self._fetch)
+        self._call = BEFORE_LAYER(self._fetch)
         batch.num_zooms = len(self._zooms)
         batch.zooms = ctypes.addressof(self._structs)
         batch.fetch = None if all_there else ctypes.cast(self._call, ctypes.c_void_p)
