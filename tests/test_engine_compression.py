@@ -244,7 +244,7 @@ def test_a_streaming_prompt_larger_than_the_pool_runs(decoder):
     engine = tiny_engine(decoder, tiers=TierConfig(hot=hot), prefill_chunk=16)
     exact, event = run(engine, PROMPTS[3], keep("snapkv", 12))
     assert (exact, event.reason) == (None, "error")
-    assert "--prefill streaming" in event.message
+    assert "--kv-prefill streaming" in event.message
     _, event = run(engine, PROMPTS[3])
     assert "--kv-policy" in event.message
     tokens, event = run(engine, PROMPTS[3], keep("snapkv", 12, prefill="streaming"))

@@ -157,7 +157,7 @@ def test_with_every_span_zoomed_in_a_conversation_is_the_full_caches(backend, mo
             (request,) = engine.add(history, greedy(9), lanes=lanes, cache=cache)
             collector = drain(engine)
             history += collector.tokens[request]
-        return history, torch.cat([rows for rows, _ in seen if len(rows)]), engine
+        return history, torch.cat([rows for rows, *_ in seen if len(rows)]), engine
 
     ids, full, _ = logits(CacheConfig(), TierConfig())
     same, zoomed, engine = logits(sekv(20, decode_slack=4), WARM)

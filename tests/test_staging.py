@@ -9,7 +9,7 @@ import pytest
 from demoting import KINDS, WARM, Talk, demoting
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keeping import run
+from keeping import keep, run
 from tiny import Collector, drain, greedy, hot_bytes, prompt, tiny_decoder, tiny_engine
 
 from minikv.config import TierConfig
@@ -249,3 +249,12 @@ def test_random_conversations_in_a_small_pool_end_with_nothing_left(moves, polic
         engine.release(talk.lanes)
     assert engine.storage.tiers.nbytes == 0
     assert engine.store.pool.num_free == engine.store.pool.num_pages
+
+
+@pytest.mark.parametrize("budget", [24, 0.3])
+def test_spans_of_a_prompt_larger_than_the_pool_zoom_in_as_in_a_larger_one(decoder, budget):
+    cache = keep("sekv", budget)
+    large, small = (Talk(engine_of(decoder, pages), cache) for pages in (None, 30 * LANES))
+    for seed, size in enumerate((141, 23, 30)):
+        assert small.ask(seed, size)[0] == large.ask(seed, size)[0]
+    assert staged(small.engine) == 1 and small.engine.zoomed.rows == large.engine.zoomed.rows > 0

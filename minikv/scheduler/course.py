@@ -112,9 +112,11 @@ class Course:
         """How many rows from the next one on choose together which spans are zoomed in; 0 where there are
         none. That depends on places alone, so that the same rows do when they are computed again."""
         turn = self.turn_at(num_computed)
-        if not turn.retention.has_spans(num_computed, lengths):
+        reads = num_computed < turn.num_prompt
+        # What is staged is there as it was computed.
+        if (turn.staged and reads) or not turn.retention.has_spans(num_computed, lengths):
             return 0
-        if num_computed >= turn.num_prompt:
+        if not reads:
             return 1
         size = turn.retention.routed
         return min(size - (num_computed - turn.start) % size, turn.num_prompt - num_computed)

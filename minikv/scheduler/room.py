@@ -57,7 +57,7 @@ class Room:
         computed, so that it is judged by as the first prompt was; where the pool cannot hold that, one layer
         at a time. One that cannot even hold a layer goes on with what is there."""
         lanes = request.lanes or Lanes()
-        if not request.retention.demotes or request.repeats:
+        if request.repeats or not _may_be_staged(request, lanes):
             return Way.AS_LEFT
         fits = self._store.pages_for(len(request.tokens)) <= self._store.pool.num_pages
         stages = not fits and self._staged(request) <= self._store.pool.num_pages
@@ -124,15 +124,26 @@ class Room:
 
     def shortage(self, request: Request, num_tokens: int, num_pages: int) -> str:
         """That the pool cannot hold the pages which tokens of a request need, and what would help."""
-        pool = self._store.pool
+        pool, retention = self._store.pool, request.retention
         fixes = ["raise --kv-hot"]
-        if request.retention.keeps_all:
+        if retention.keeps_all or retention.demotes:
             fixes.append("keep less of it with --kv-policy and --kv-budget")
-        elif not request.retention.streaming:
-            fixes.append("compress the prompt as it goes with --prefill streaming")
+        elif not retention.streaming:
+            fixes.append("compress the prompt as it goes with --kv-prefill streaming")
+            if not retention.zooms:
+                fixes.append("keep the rest below the pool with --kv-evicted demote")
+        if _may_be_staged(request, request.lanes or Lanes()):
+            num_pages = min(num_pages, self._staged(request))
         fixes.append("shorten the text")
         return (
             f"The KV pool is full: {num_tokens} tokens need {format_size(num_pages * pool.page_bytes)} and "
             f"the pool has {format_size(pool.num_pages * pool.page_bytes)}; "
             f"{', '.join(fixes[:-1])} or {fixes[-1]}."
         )
+
+
+def _may_be_staged(request: Request, lanes: Lanes) -> bool:
+    """Whether a request that goes on from lanes is computed against everything that came before it. What zooms
+    goes on from its lanes, and brings back by itself what is asked for."""
+    retention = request.retention
+    return retention.demotes or (retention.zooms and not retention.streaming and not lanes.token_ids)
