@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,8 +30,15 @@ class Stored(NamedTuple):
 
     def and_then(self, other: Stored) -> Stored:
         """These rows and those of `other`."""
-        pairs = zip(self, other, strict=True)
-        return Stored(*(None if a is None or b is None else torch.cat((a, b)) for a, b in pairs))  # type: ignore[arg-type]
+        return Stored.joined([self, other])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Stored]) -> Stored:
+        """The rows of all parts, one after the other; there is at least one."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = zip(*parts, strict=True)
+        return cls(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

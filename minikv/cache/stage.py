@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minikv.cache.entries import Entries
+from minikv.cache.entries import Entries, Stored
 from minikv.cache.lanes import LaneStore
 from minikv.cache.tiers.below import Below
 from minikv.errors import MinikvError
@@ -89,8 +89,9 @@ class Stage:
         pool, token = self.store.pool, torch.arange(self.num_tokens)
         pages = torch.from_numpy(area.pages[layer].astype(np.int64))
         slots = pages[:, token // pool.page_size] * pool.page_size + token % pool.page_size
-        for start, end, rows in parts:
-            pool.put(slots[:, start:end].reshape(-1), rows)
+        # All at once: many short parts would take longer to write than to read.
+        places = torch.cat([slots[:, start:end].reshape(-1) for start, end, _ in parts])
+        pool.put(places, Stored.joined([rows for _, _, rows in parts]))
         self.below.ahead((layer + 1) % self.store.lane_shape[0])
 
     def filled(self, layer: int) -> None:

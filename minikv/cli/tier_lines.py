@@ -27,6 +27,7 @@ def tier_lines(llm: LLM) -> list[str]:
         (stats["sequences_demoted"], "sequences demoted"),
         (stats["sequences_restored"], "sequences put back"),
         (stats["turns_restored"], "turns begun with all that was demoted"),
+        (stats["prompts_staged"], "prompts read layer by layer"),
         (stats["prefix_hits"], f"prompts begun with {stats['prefix_tokens']:,} tokens known"),
         (stats["zoomed_rows"], "rows zoomed in"),
         (stats["refused"], "times no room"),

@@ -143,7 +143,7 @@ class Room:
 
 
 def _may_be_staged(request: Request, lanes: Lanes) -> bool:
-    """Whether a request that goes on from lanes is computed against everything that came before it. What zooms
-    goes on from its lanes, and brings back by itself what is asked for."""
+    """Whether a request that goes on from lanes is computed against everything that came before it. What
+    zooms goes on from its lanes, and brings back by itself what is asked for."""
     retention = request.retention
     return retention.demotes or (retention.zooms and not retention.streaming and not lanes.token_ids)

@@ -105,9 +105,9 @@ class Encoder:
         ones = torch.ones(count, dtype=torch.int32)
         counts = body.take(torch.int32, count) if header.has_counts else ones
         turn = None
-        if self.rope is not None:
+        if header.key_form == "lowrank":
+            assert self.rope is not None, "factored keys need the rotation"
             turn = turning(self.rope, positions, lengths.tolist(), header.num_tokens)
-        assert turn is not None or header.key_form != "lowrank", "factored keys need the rotation"
         keys, key_scales = _decode(body, header, header.key_form, lengths.tolist(), turn)
         values, value_scales = _decode(body, header, header.value_form, lengths.tolist(), None)
         assert body.done, "a span's body is longer than its header says"

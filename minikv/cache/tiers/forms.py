@@ -8,6 +8,8 @@ lowrank  per lane r directions [head_dim, r] float16, and of each row a scale an
 
 from __future__ import annotations
 
+import math
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,7 +34,7 @@ class Reader:
 
     def take(self, dtype: torch.dtype, *shape: int) -> Tensor:
         """The next array, in memory of its own."""
-        size = int(np.prod(shape)) * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         data = np.frombuffer(bytearray(self._body[self._at : self._at + size]), dtype=np.uint8)
         self._at += size
         return torch.from_numpy(data).view(dtype).view(shape)
