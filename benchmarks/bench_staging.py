@@ -55,9 +55,9 @@ def measure(args: argparse.Namespace, way: str, folder: Path) -> dict[str, Any]:
     policy, _, budget = args.policy.partition(":")
     evicted = "drop" if policy == "sekv" else "demote"
     cache = CacheConfig(policy=policy, budget=read_budget(budget), evicted=evicted)
-    below = {"cold": f"{folder / 'kv'}:4GiB"} if way == "cold" else {"warm": "4GiB"}
     hot = "2GiB" if way == "whole" else args.hot
-    tiers = TierConfig(hot=hot, prefixes=False, **below)
+    warm, cold = (None, f"{folder / 'kv'}:4GiB") if way == "cold" else ("4GiB", None)
+    tiers = TierConfig(hot=hot, warm=warm, cold=cold, prefixes=False)
     with LLM(args.model, cache=cache, tiers=tiers, threads=args.threads, prefill_chunk=args.chunk) as llm:
         ids = llm.tokenizer.encode(reference_prose())[: args.document]
         if len(ids) < args.document:

@@ -359,6 +359,8 @@ class Engine:
                 self._finish(request, "error", describe(error, self.store.pool.device))
                 return False
             request.compress_s += report.seconds
+            if not (turn.retention.demotes or turn.retention.zooms) and report.dropped:
+                course.forget_below()  # what this turn dropped is missing there
             if course.below is not None:
                 course.below.basis = report.basis
             course.take(due)
@@ -390,8 +392,6 @@ class Engine:
     def _demote(self, request: Request, retention: Retention) -> None:
         """Keep what the lanes hold below the pool, before a compression, if it can be asked for again."""
         course = request.course
-        if not retention.demotes and not retention.zooms:
-            course.forget_below()  # what this turn drops is missing there
         assert request.seq is not None
         asked = request.lanes is not None or self.store.areas.shared(request.seq)
         if self.storage is None or not retention.keeps_below(asked):

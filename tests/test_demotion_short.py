@@ -261,3 +261,34 @@ def test_idle_conversations_make_way_below_for_others_of_either_kind(decoder, fi
 def test_demotion_and_streaming_exclude_each_other():
     with pytest.raises(ConfigError, match="use prefill exact, or evicted drop"):
         CacheConfig(policy="snapkv", budget=0.1, evicted="demote", prefill="streaming")
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "gracekv"])
+def test_an_idle_conversation_in_the_pool_makes_way_below_and_is_computed_again(decoder, policy):
+    tiers = TierConfig(warm="80KiB", prefixes=False)
+    engine, cache = tiny_engine(decoder, tiers=tiers), demoting(policy)
+    idle, talk = Talk(engine, cache), Talk(engine, cache)
+    idle.ask(1, size=60)
+    assert idle.lanes.seq is not None and idle.lanes.course.below.nbytes
+    said = [talk.ask(seed, size=60)[0] for seed in (2, 3)]
+    assert idle.lanes.seq is None and not idle.lanes.holds
+    assert talk.lanes.course.below.nbytes and not talk.lanes.course.below.lost
+    alone = Talk(tiny_engine(decoder, tiers=tiers), cache)
+    assert said == [alone.ask(seed, size=60)[0] for seed in (2, 3)]
+    assert len(idle.ask(4)[0]) == 7  # from its first token again
+    for each in (idle, talk):
+        engine.release(each.lanes)
+    assert engine.storage.tiers.nbytes == 0 and nothing_left(engine)
+
+
+def test_a_turn_that_drops_nothing_forgets_nothing(decoder):
+    engine = tiny_engine(decoder, tiers=WARM)
+    talk = Talk(engine, demoting())
+    talk.ask(1, size=60)
+    held = talk.lanes.course.below.nbytes
+    talk.ask(2, cache=keep("snapkv", 200))
+    assert talk.lanes.course.below.nbytes == held > 0
+    talk.ask(3)
+    assert talk.lanes.course.below.end == 60 + 7 + 23 + 7 + 23 and engine.scheduler.num_restored == 1
+    talk.ask(4, cache=keep("snapkv", 14))
+    assert talk.lanes.course.below is None

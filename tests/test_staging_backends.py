@@ -66,6 +66,7 @@ def test_compiled_kernels_say_what_they_would_in_a_larger_pool(dtype, cache):
     check(make, dtype, cache, transposed=True)
 
 
+@pytest.mark.slow  # minutes in Triton's interpreter
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
 def test_triton_says_what_it_would_in_a_larger_pool(dtype):
     pytest.importorskip("triton", reason="triton is not installed (pip install 'minikv[triton]')")

@@ -75,6 +75,11 @@ class Report:
     merged: int = 0
     basis: Basis | None = None
 
+    @property
+    def dropped(self) -> bool:
+        """Whether anything was dropped or merged."""
+        return self.entries[0] != self.entries[1]
+
 
 def refits(policy: AnyPolicy, cache: CacheConfig, ratio: float = math.inf) -> bool:
     """Whether what a policy leaves is to be refitted: as asked, or else from the `ratio` on, of entries there

@@ -56,6 +56,7 @@ class Scheduler:
         self.storage = storage
         self.once = Once()
         self.swap = Swap(store, storage, self.once)
+        self.swap.give_way = self._give_way
         self.room = Room(store, self.swap)
         self.starting = Starting(store, storage, self.swap, self.room, self.once)
         self.prefixes = prefixes
@@ -332,7 +333,8 @@ class Scheduler:
         for lanes in others:
             if self.store.pool.num_free >= needed and (own or self.store.num_free_seqs):
                 break
-            self._reclaim(lanes)
+            if lanes.seq is not None:  # those before may have made it give way
+                self._reclaim(lanes)
         return True
 
     def _cut_to_common_prefix(self, request: Request) -> None:
@@ -394,17 +396,29 @@ class Scheduler:
         others go below the pool whole, also beside what they zoom in."""
         assert lanes.seq is not None
         below, num_tokens = lanes.course.below, len(lanes.token_ids)
-        covered = False
+        covered, lanes.busy = False, True  # it must not give way to itself
         if below is not None and not lanes.course.zooms:
             below.add(self.store, lanes.seq, num_tokens)
             covered = below.covers(num_tokens)
         swapped = None if covered else self.swap.demote(lanes.seq)
+        lanes.busy = False
         self._give_up(lanes)
         if swapped is not None or covered:
             self.swap.hand_over(swapped, lanes)
         else:
             lanes.lose()
         self.num_reclaimed += 1
+
+    def _give_way(self) -> bool:
+        """Give up the idle lanes used least recently that have anything below the pool; False if none has.
+        They are computed again along their course: without what is below they would answer otherwise."""
+        for lanes in self.idle:
+            below = lanes.course.below
+            if not lanes.busy and below is not None and below.nbytes:
+                self._give_up(lanes)
+                lanes.lose()
+                return True
+        return False
 
     def _give_up(self, lanes: Lanes) -> None:
         if lanes.seq is not None:

@@ -10,6 +10,7 @@ pool, so that what goes on from them says what it would have said.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -54,11 +55,13 @@ class Swap:
 
     demoted: idle lanes that are below the pool, as a copy of what they were or with what their conversation
     demotes anyway; those that have been there for longest first. They make way for what is demoted later,
-    unless a request waits for them.
+    unless a request waits for them. give_way: gives up idle lanes that are in the pool and have something
+    below it; False if there are none.
     """
 
     def __init__(self, store: LaneStore, storage: Storage | None, once: Once) -> None:
         self.demoted: list[Lanes] = []
+        self.give_way: Callable[[], bool] | None = None
         self._store = store
         self._storage = storage
         self._once = once
@@ -115,7 +118,7 @@ class Swap:
     def _make_way(self) -> bool:
         oldest = next((lanes for lanes in self.demoted if not lanes.busy), None)
         if oldest is None:
-            return False
+            return self.give_way is not None and self.give_way()
         self.drop(oldest)
         oldest.lose()
         return True

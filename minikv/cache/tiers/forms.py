@@ -9,7 +9,6 @@ lowrank  per lane r directions [head_dim, r] float16, and of each row a scale an
 from __future__ import annotations
 
 import math
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
