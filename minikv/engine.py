@@ -372,7 +372,7 @@ class Engine:
         that ended the request."""
         seq, course = request.seq, request.course
         assert seq is not None
-        if not self.store.areas.shared(seq) or request.num_computed % self.store.pool.page_size:
+        if not self.store.areas.shared(seq) or request.num_computed % self.scheduler.unit_of(request):
             return True
         self._demote(request, request.retention)
         if course.below is None or course.below.lost:

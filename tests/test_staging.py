@@ -71,7 +71,7 @@ def test_chunks_of_any_size_give_the_same(decoder, chunk):
 
 def test_the_pool_is_never_passed_and_holds_little_beside_one_layer(decoder):
     ids, cache = prompt(200, seed=2), demoting(budget=12)
-    engine = engine_of(decoder, 50 * LANES - 1)
+    engine = engine_of(decoder, 20 * LANES)
     (_,) = engine.add(ids, greedy(4), cache=cache)
     most = 0
     while engine.has_work:

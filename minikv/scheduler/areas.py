@@ -71,11 +71,11 @@ def staged(store: LaneStore, plan: Sequence[Scheduled]) -> list[Stage]:
     return found
 
 
-def rows_to_boundary(store: LaneStore, request: Request, wanted: int) -> int:
-    """How many of `wanted` rows of a staged request may be computed at once: they end with a page where they
-    can, and none is past one, so that entries lie as if all were there."""
+def rows_to_boundary(store: LaneStore, request: Request, wanted: int, unit: int) -> int:
+    """How many of `wanted` rows of a staged request may be computed at once: they end with `unit` tokens,
+    whole pages, where they can, and none is past such a place, so that entries lie as if all were there."""
     last = request.num_computed + wanted
     if request.seq is None or not store.areas.shared(request.seq) or last >= request.num_prompt:
         return wanted
-    boundary = last - last % store.pool.page_size
+    boundary = last - last % unit
     return boundary - request.num_computed if boundary > request.num_computed else wanted

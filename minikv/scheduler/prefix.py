@@ -23,7 +23,9 @@ import torch
 from minikv.cache.companion import Companion, Tape, Traces
 from minikv.cache.evidence import Recorder
 from minikv.cache.lanes import LaneStore
+from minikv.cache.stage import Stage
 from minikv.cache.tiers.base import Handle
+from minikv.cache.tiers.below import Below
 from minikv.cache.tiers.span import Owner, Span, owner_key, raw_span
 from minikv.cache.tiers.storage import Storage
 from minikv.models.config import ModelConfig
@@ -71,7 +73,8 @@ class Prefixes:
     """Finds what prompts begin with, and publishes it. What it does with a request follows from its tokens
     and its cache configuration alone, never from batch mates.
 
-    reuse_limit: longest prompt that may begin with rows of another one, None without a limit.
+    block: tokens of a block. reuse_limit: longest prompt that may begin with rows of another one, None
+    without a limit.
     """
 
     def __init__(
@@ -85,7 +88,9 @@ class Prefixes:
         self._lanes = lanes
         self._config = config
         self._reuse_limit = reuse_limit
-        self._block = BLOCK_TOKENS
+        self.block = BLOCK_TOKENS
+        # What is staged is below the pool as it was computed, but rows within an error are not everybody's.
+        self._stages = storage.sparing.most_error <= 0 and BLOCK_TOKENS % lanes.pool.page_size == 0
         self._plans: dict[Request, _Plan] = {}
         self._publishing: dict[Request, _Publishing] = {}
 
@@ -101,8 +106,10 @@ class Prefixes:
         """Put what is found of a request's prompt into its lanes, if they are empty. What it computes itself
         is published from here on."""
         plan = self._plan(request)
-        if plan is None:
+        if plan is None or (request.staged and not (self._stages and request.shares)):
             return
+        if request.staged:
+            request.course.below = request.course.below or Below(self._storage)
         held: list[Handle] = []
         try:
             found = self._take_over(request, plan, held)
@@ -120,13 +127,17 @@ class Prefixes:
 
     def rows_allowed(self, request: Request, wanted: int) -> int:
         """How many of `wanted` rows may be computed at once: of one block, where queries are recorded."""
-        left = self._block - request.num_computed % self._block
+        left = self.block - request.num_computed % self.block
         return wanted if request.tape is None else min(wanted, left)
+
+    def together(self, request: Request) -> int:
+        """Rows of a staged request that have to be in its lanes at once, for a block to be published."""
+        return self.block if request in self._publishing else 1
 
     def publish(self, request: Request) -> None:
         """Publish the blocks that a request has computed, before any compression."""
         while (state := self._publishing.get(request)) is not None:
-            if (state.done + 1) * self._block > request.num_computed:
+            if (state.done + 1) * self.block > request.num_computed:
                 return
             try:
                 published = self._publish_block(request, state)
@@ -161,7 +172,7 @@ class Prefixes:
 
     def _make_plan(self, request: Request) -> _Plan:
         course = request.course if request.course.turns else Course([request.turn(0)])
-        turn, block = course.turns[0], self._block
+        turn, block = course.turns[0], self.block
         evidence, streaming = turn.retention.evidence, turn.retention.streaming
         traces = Traces.of(evidence, turn.content, streaming)
         # Rows after the first compression were computed on what that left.
@@ -176,8 +187,8 @@ class Prefixes:
 
     def _keys(self, tokens: Sequence[int]) -> list[bytes]:
         keys, key = [], b""
-        for start in range(0, len(tokens) - self._block + 1, self._block):
-            ids = np.array(tokens[start : start + self._block], dtype="<i8")
+        for start in range(0, len(tokens) - self.block + 1, self.block):
+            ids = np.array(tokens[start : start + self.block], dtype="<i8")
             key = owner_key("prefix", key, ids.tobytes())
             keys.append(key)
         return keys
@@ -191,7 +202,11 @@ class Prefixes:
         found = 0
         while found < plan.usable:
             loaded = self._load(plan, found, held)
-            if loaded is None or not self._append(request, loaded[0]):
+            if loaded is None:
+                break
+            if not (
+                self._share(request, plan, found) if request.staged else self._append(request, loaded[0])
+            ):
                 break
             if last is not None and recorder is not None:
                 last.replay(recorder, last.end, request.num_prompt)
@@ -207,10 +222,12 @@ class Prefixes:
         assert request.seq is not None
         # How surprising the next token is follows from the last row.
         again = plan.traces is not None and plan.traces.surprisal
-        hit = min(plan.most, found * self._block - again)
+        hit = min(plan.most, found * self.block - again)
         if recorder is not None and last is not None:
             last.replay(recorder, hit, request.num_prompt)
-        if hit < found * self._block:
+        if request.staged:
+            self._stage(request, hit)
+        elif hit < found * self.block:
             self._lanes.truncate(request.seq, hit)
         request.num_computed = request.num_reused = hit
         if not request.retention.keeps_all:
@@ -220,9 +237,34 @@ class Prefixes:
 
     def _empty(self, request: Request) -> None:
         """Let a request begin with empty lanes after all."""
-        assert request.seq is not None
-        self._lanes.truncate(request.seq, 0)
+        if request.seq is not None:
+            self._lanes.close(request.seq)
+        request.seq = self._lanes.open()
+        request.num_computed = request.num_reused = 0
         request.course.restart()
+
+    def _stage(self, request: Request, num_tokens: int) -> None:
+        """Let a request with empty lanes go on behind tokens that are below the pool; RuntimeError if that
+        cannot be."""
+        assert request.seq is not None and request.course.below is not None
+        self._lanes.close(request.seq)
+        request.seq = Stage.open(self._lanes, request.course.below, num_tokens)
+        if request.seq is None:
+            raise RuntimeError("what is staged could not be had")
+
+    def _share(self, request: Request, plan: _Plan, index: int) -> bool:
+        """Make a block part of what a staged request has below the pool; False if any of it is missing."""
+        below, tiers, found = request.course.below, self._storage.tiers, []
+        assert below is not None, "it was made when the request began"
+        of_layer = self._find(plan.keys[index], found)
+        layers = (of_layer.get(layer, []) for layer in range(self._config.num_layers))
+        chosen = [next((h for h in handles if tiers.read(h) is not None), None) for handles in layers]
+        kept = [handle for handle in chosen if handle is not None]
+        whole = len(kept) == len(chosen) and not below.lost
+        self._give_up([handle for handle in found if not whole or handle not in kept])
+        if whole:
+            below.adopt((index + 1) * self.block, kept)
+        return whole
 
     def _load(
         self, plan: _Plan, index: int, held: list[Handle]
@@ -245,10 +287,10 @@ class Prefixes:
         span = self._read(found.get(0, []))
         if span is None:
             return None
-        start = index * self._block
+        start = index * self.block
         shape = (self._config.num_layers, self._config.num_query_heads, self._config.head_dim)
         try:
-            return Companion.from_bytes(span.body, start, start + self._block, traces, shape)
+            return Companion.from_bytes(span.body, start, start + self.block, traces, shape)
         except ValueError:
             return None
 
@@ -259,20 +301,20 @@ class Prefixes:
         return (
             (header.owner, header.fingerprint) == (owner, self._storage.exact.fingerprint)
             and (header.key_form, header.value_form, header.dtype) == ("exact", "exact", pool.dtype)
-            and (header.num_lanes, header.num_rows) == (heads, heads * self._block)
-            and (header.head_dim, header.num_tokens) == (pool.head_dim, (index + 1) * self._block)
+            and (header.num_lanes, header.num_rows) == (heads, heads * self.block)
+            and (header.head_dim, header.num_tokens) == (pool.head_dim, (index + 1) * self.block)
             and not (header.has_mass or header.has_counts or header.merged_end)
         )
 
     def _append(self, request: Request, spans: Sequence[Span]) -> bool:
         """Put a block behind what the lanes hold; False if pages are short."""
         assert request.seq is not None
-        if not self._lanes.reserve(request.seq, self._block):
+        if not self._lanes.reserve(request.seq, self.block):
             return False
-        slots = torch.from_numpy(self._lanes.next_slots(request.seq, self._block))
+        slots = torch.from_numpy(self._lanes.next_slots(request.seq, self.block))
         for layer, span in zip(slots, spans, strict=True):
             self._lanes.pool.put(layer.reshape(-1), self._storage.exact.decode(span).rows)
-        self._lanes.append(request.seq, self._block)
+        self._lanes.append(request.seq, self.block)
         return True
 
     # Publishing
@@ -281,11 +323,15 @@ class Prefixes:
         """Write what is not there of the next block; False if there is no room."""
         assert request.seq is not None
         plan, index, held = state.plan, state.done, state.held
-        key, end = plan.keys[index], (index + 1) * self._block
+        key, end = plan.keys[index], (index + 1) * self.block
+        aside = self._lanes.num_aside(request.seq)
+        if end - self.block < aside:
+            return False  # it went below before it could be published
         there = self._find(key, held)
         missing = [layer for layer in range(self._config.num_layers) if layer not in there]
-        # As nothing is compressed yet, an entry's place in its lane is its position.
-        chosen = (torch.arange(end) >= end - self._block).expand(self._config.num_kv_heads, end)
+        # As nothing is compressed yet, an entry's place in its lane follows from its position.
+        place = torch.arange(end - aside)
+        chosen = (place >= end - aside - self.block).expand(self._config.num_kv_heads, -1)
         written = bool(missing)
         for layer in missing:
             entries = self._lanes.take(request.seq, layer, chosen)
@@ -302,15 +348,15 @@ class Prefixes:
                     return False
                 written = True
         self._storage.prefixes.prefix_blocks += written
-        return True
+        return not request.staged or self._share(request, plan, index)
 
     def _companion(self, request: Request, traces: Traces, index: int) -> Companion | None:
         recorder = request.course.turns[0].recorder
         if recorder is None or request.tape is None:
             return None
-        start = index * self._block
-        wanted = recorder.lasting_rows(start, self._block)
-        return request.tape.cut(start, start + self._block, wanted, traces)
+        start = index * self.block
+        wanted = recorder.lasting_rows(start, self.block)
+        return request.tape.cut(start, start + self.block, wanted, traces)
 
     def _count_rows(self, plan: _Plan, found: int, held: list[Handle]) -> int:
         """How many blocks are there as those that record nothing need them."""
@@ -363,7 +409,7 @@ def _is_fresh(request: Request) -> bool:
     if request.num_computed or request.waits_below is not None:
         return False
     if turns := request.course.turns:
-        return len(turns) == 1 and turns[0].start == 0 and not turns[0].staged
+        return len(turns) == 1 and turns[0].start == 0
     lanes = request.lanes
     return lanes is None or not (lanes.token_ids or lanes.course.turns)
 

@@ -80,7 +80,8 @@ class Request:
     have keys and values in the lanes, or had before compression. The last sampled token has none
     until the next step. `course` is empty until the request is first admitted; `past_pages` were held by
     the lanes that it went on from. A preempted request waits with what is `swapped`, or begins again. One
-    that `repeats` asks for another reply to the last turn of its lanes. `tape` collects what is recorded of a
+    that `repeats` asks for another reply to the last turn of its lanes. A staged one that `shares` leaves its
+    beginning to others, for which it was found to have room. `tape` collects what is recorded of a
     prompt that is being published.
     """
 
@@ -105,6 +106,7 @@ class Request:
     seq: int | None = None
     swapped: Swapped | None = None
     was_set_back: bool = False
+    shares: bool = False
     state: State = State.WAITING
     started: float | None = None
     first_token: float | None = None

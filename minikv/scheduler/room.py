@@ -19,11 +19,13 @@ class Way(Enum):
 
 
 class Room:
-    """Pages that requests need of one pool."""
+    """Pages that requests need of one pool. together: rows of a staged request that may have to wait for one
+    another in its lanes."""
 
-    def __init__(self, store: LaneStore, swap: Swap) -> None:
+    def __init__(self, store: LaneStore, swap: Swap, together: int = 1) -> None:
         self._store = store
         self._swap = swap
+        self._together = max(together, store.pool.page_size)
 
     def to_start(self, request: Request) -> int:
         """Pages that a request takes from the pool for what it goes on from, unless that is there already,
@@ -72,16 +74,23 @@ class Room:
             return Way.WHOLE
         return Way.STAGED if stages and below.all_whole else Way.AS_LEFT
 
+    def shares(self, request: Request) -> bool:
+        """Whether there is room for a staged request to leave its beginning to others, in whole blocks."""
+        return self._stage_pages(request, self._together) <= self._store.pool.num_pages
+
     def _staged(self, request: Request) -> int:
-        """Pages that a request takes while its prompt is computed against what is below the pool: a layer of
-        everything, what will stay of it, and the rows of a chunk."""
+        """Pages that a request takes while its prompt is computed against what is below the pool."""
+        together = self._together if self.shares(request) else self._store.pool.page_size
+        return self._stage_pages(request, together)
+
+    def _stage_pages(self, request: Request, together: int) -> int:
+        """A layer of everything, what will stay of it, and the rows of a chunk behind others that wait."""
         store, lanes, turns = self._store, request.lanes, request.course.turns
         start = turns[-1].start if turns else len(lanes.token_ids) if lanes is not None else 0
-        chunk = min(request.retention.chunk, request.num_prompt - start) + store.pool.page_size
+        chunk = min(request.retention.chunk + together, request.num_prompt - start + store.pool.page_size)
         layer = store.pages_for(request.num_prompt) // store.lane_shape[0]
-        return (
-            layer + request.retention.pages_kept(request.num_prompt, request.pinned) + store.pages_for(chunk)
-        )
+        kept = request.retention.pages_kept(request.num_prompt, request.pinned)
+        return layer + kept + store.pages_for(chunk)
 
     def ahead(self, request: Request) -> int:
         """Pages that a running request will still take for the tokens it has."""

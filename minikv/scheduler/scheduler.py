@@ -57,7 +57,7 @@ class Scheduler:
         self.once = Once()
         self.swap = Swap(store, storage, self.once)
         self.swap.give_way = self._give_way
-        self.room = Room(store, self.swap)
+        self.room = Room(store, self.swap, 1 if prefixes is None else prefixes.block)
         self.starting = Starting(store, storage, self.swap, self.room, self.once)
         self.prefixes = prefixes
         self.max_batch_tokens = max_batch_tokens
@@ -124,7 +124,7 @@ class Scheduler:
         lengths = self.store.lengths[request.seq]
         if request.num_computed == request.course.turn_at(request.num_computed).start:
             ask_area(self.store, request)
-        wanted = rows_to_boundary(self.store, request, wanted)
+        wanted = rows_to_boundary(self.store, request, wanted, self.unit_of(request))
         together = request.course.rows_together(request.num_computed, lengths)
         if min(together, request.num_remaining) > wanted:
             return 0  # these rows wait for one another
@@ -132,6 +132,11 @@ class Scheduler:
         if not allowed:
             self.overfull.append(request)
         return allowed
+
+    def unit_of(self, request: Request) -> int:
+        """Tokens of a staged request that go below the pool together."""
+        together = 1 if self.prefixes is None else self.prefixes.together(request)
+        return max(self.store.pool.page_size, together)
 
     def finish(self, request: Request, keep_lanes: bool) -> None:
         """Take a request out of every queue. Its lanes go idle if a conversation holds them and

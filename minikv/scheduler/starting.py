@@ -41,6 +41,7 @@ class Starting:
             return self._resume(request)
         way = self._room.way(request)
         if way is Way.STAGED:
+            request.shares = self._room.shares(request)
             self._say_staged()
         if request.lanes is not None:
             return self._start_on(request, request.lanes, way)

@@ -30,11 +30,12 @@ _LOG = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class _Part:
     """Tokens up to `end`, from where the part before it ends; a span for each layer. whole: an entry for each
-    of these tokens in every lane."""
+    of these tokens in every lane. shared: the spans are everybody's, of a prefix."""
 
     end: int
     handles: list[Handle]
     whole: bool = False
+    shared: bool = False
 
 
 def _is_whole(span: Span, num_tokens: int) -> bool:
@@ -114,6 +115,10 @@ class Below:
                 return None
             handles.append(handle)
         return whole
+
+    def adopt(self, end: int, handles: list[Handle]) -> None:
+        """Take spans of a prefix, one of each layer, for the tokens up to `end`; they are owned for this."""
+        self._parts.append(_Part(end, handles, whole=True, shared=True))
 
     def resume(self, parts: list[tuple[int, list[Span]]]) -> bool:
         """Take the parts of another, with the spans that it gave; False, with nothing kept, if there is no
@@ -254,39 +259,50 @@ class Below:
         if cut and not held and self.end < num_tokens:
             self._shorten(cut.pop(0), num_tokens)
         for part in cut:
+            self._give_up(part)
+
+    def _give_up(self, part: _Part) -> None:
+        if not part.shared:
             self.storage.forget(part.handles)
+            return
+        for handle in part.handles:
+            self.storage.tiers.release(handle)
 
     def _shorten(self, part: _Part, end: int) -> None:
         """Put the beginning of a part in its place."""
         handles: list[Handle] = []
         try:
-            cut = all(self._shorten_span(handle, end, handles) for handle in part.handles)
+            cut = all(self._shorten_span(part, place, end, handles) for place in range(len(part.handles)))
         except (MemoryError, RuntimeError):
             _LOG.debug("what was demoted could not be cut", exc_info=True)
             cut = False
         if cut:
             self._parts.append(_Part(end, handles, part.whole))
         else:
-            self.storage.forget((*part.handles, *handles))
+            self._give_up(replace(part, handles=part.handles[len(handles) :]))
+            self.storage.forget(handles)
             self.lose("it cannot be read any more, or there is no room to cut it")
 
-    def _shorten_span(self, handle: Handle, end: int, handles: list[Handle]) -> bool:
-        """Keep the beginning of a span, which is gone, and note it; False if that cannot be."""
-        span = self.storage.tiers.read(handle)
+    def _shorten_span(self, part: _Part, place: int, end: int, handles: list[Handle]) -> bool:
+        """Keep the beginning of a span, which is given up, and note it; False if that cannot be."""
+        span = self.storage.tiers.read(part.handles[place])
         if span is None:
             return False
-        self.storage.forget([handle])
-        entries = self.storage.sparing.decode(span).before(end)
-        shorter = self.storage.sparing.encode(entries, span.owner, end, span.header.merged_end)
-        kept = self.storage.keep(shorter)
-        if kept is not None:
-            handles.append(kept)
-        return kept is not None
+        if not part.shared:
+            self.storage.forget([part.handles[place]])  # its room is needed
+        entries, owner = self.storage.sparing.decode(span).before(end), Owner(self._key, span.owner.layer)
+        kept = self.storage.keep(self.storage.sparing.encode(entries, owner, end, span.header.merged_end))
+        if kept is None:
+            return False
+        handles.append(kept)
+        if part.shared:
+            self.storage.tiers.release(part.handles[place])
+        return True
 
     def forget(self) -> None:
         """Give up all spans."""
         for part in self._parts:
-            self.storage.forget(part.handles)
+            self._give_up(part)
         self._parts.clear()
 
     def lose(self, reason: str) -> None:
