@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +46,7 @@ _LOG = logging.getLogger(__name__)
 
 class Model(Protocol):
     """What the engine needs of a decoder. With policies or tiers it also needs `rope`, with policies
-    `output_weight` and, for surprisal, `hidden_states` and `logits`."""
+    `output_weight` and, for surprisal, `hidden_states`, `logits` and `some_logits`."""
 
     config: ModelConfig
 
@@ -326,7 +327,8 @@ class Engine:
         else:
             hidden = self.model.hidden_states(batch)
             logits = self.model.logits(hidden, batch.logit_rows)
-            record_surprisal(plan, batch, lambda rows: self.model.logits(hidden, rows))
+            logits_of = partial(self.model.some_logits, hidden)
+            record_surprisal(plan, batch, logits_of, self.model.config.vocab_size)
         record_queries(plan, batch)
         return logits, batch.likeliest, {stage.seq for stage in batch.stages if stage.failed}
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from minikv.cache.compress import Compressor, Ranges, Report
-from minikv.cache.evidence import Recorded, Recorder, token_surprisal
+from minikv.cache.evidence import Recorded, Recorder
 from minikv.cache.policies.base import AnyPolicy, Evidence
 from minikv.cache.spans.router import Router
 from minikv.cache.spans.routing import Zooming
 from minikv.cache.spans.share import area_of, lanes_part
 from minikv.cache.spans.zoom import Counters, Zoomed, check_device, zoom_in
+from minikv.cache.surprisal import estimated_surprisal
 from minikv.cache.tiers.below import Below
 from minikv.cache.tiers.storage import Storage
 from minikv.config import CacheConfig, EngineConfig, TierConfig, format_size
@@ -177,8 +178,7 @@ class Probe:
             position = start + first
             capture = None if recorder is None else recorder.wanted_rows(position, len(part))
             rows = Rows(seq, part, position, start + len(ids), wanted, capture)
-            following = ids[first + 1 : first + len(part) + 1]
-            outputs.append(self._forward(rows, recorder, following))
+            outputs.append(self._forward(rows, recorder, ids, first + 1))
         return torch.cat(outputs) if logits != "none" and outputs else None
 
     def feed_many(
@@ -328,8 +328,10 @@ class Probe:
 
     # Inside
 
-    def _forward(self, rows: Rows, recorder: Recorder | None, following: Sequence[int]) -> Tensor:
-        """Compute rows and hand the recorder what it wants; `following` are the tokens after each row."""
+    def _forward(
+        self, rows: Rows, recorder: Recorder | None, prompt: Sequence[int], following: int
+    ) -> Tensor:
+        """Compute rows and hand the recorder what it wants; prompt[following:] come after each row."""
         count = len(rows.ids)
         self._reserve(rows.seq, count)
         batch = self._batch([rows])
@@ -340,9 +342,10 @@ class Probe:
                 taken = batch.capture_rows
                 at, lengths = batch.positions[taken], batch.rope_lengths[taken]
                 recorder.add(at, batch.captured, lengths, batch.captured_norms)
-            if recorder.wants_surprisal and len(following):
-                known, targets = torch.arange(len(following)), torch.tensor(following)
-                values = token_surprisal(lambda some: self.model.logits(hidden, some), known, targets)
+            known = torch.arange(min(count, len(prompt) - following))
+            if recorder.wants_surprisal and len(known):
+                logits_of = partial(self.model.some_logits, hidden)
+                values = estimated_surprisal(logits_of, self.config.vocab_size, known, prompt, following)
                 recorder.add_surprisal(rows.first + 1, values)
         return self.model.logits(hidden, batch.logit_rows)
 

@@ -114,3 +114,12 @@ def test_a_record_without_entries_is_a_span_that_no_encoder_reads():
     assert Span.from_bytes(span.to_bytes()) == span and span.header.num_tokens == 8
     with pytest.raises(AssertionError, match="no entries"):
         Encoder(bytes(32)).decode(span)
+
+
+def test_estimates_of_another_kind_are_not_found(monkeypatch):
+    with_it, without = (Traces.of(Evidence(surprisal=s, future=6), range(9), False) for s in (True, False))
+    assert with_it is not None and without is not None
+    before = with_it.name, without.name
+    monkeypatch.setattr("minikv.cache.companion.ESTIMATE", "another")
+    assert with_it.name != before[0]
+    assert without.name == before[1]

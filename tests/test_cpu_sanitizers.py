@@ -32,7 +32,7 @@ def test_every_kernel_is_clean_on_1_2_3_and_8_threads(sanitizers: str, tmp_path:
     options = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_stack_use_after_return=1"}
     done = subprocess.run(
         [*prefix, str(driver), "all", "-", rounds],
-        capture_output=True, text=True, timeout=900, env=os.environ | options,
+        capture_output=True, text=True, timeout=1800, env=os.environ | options,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
     assert done.stderr == ""

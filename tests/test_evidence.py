@@ -8,10 +8,11 @@ import pytest
 import torch
 from tiny import TINY, RandomWeights, prompt, tiny_decoder
 
-from minikv.cache.evidence import Recorder, token_surprisal
+from minikv.cache.evidence import Recorder
 from minikv.cache.lanes import LaneStore
 from minikv.cache.policies.base import Evidence
 from minikv.cache.pool import PagePool
+from minikv.cache.surprisal import token_surprisal
 from minikv.models.config import RopeConfig
 from minikv.models.rope import Rope
 from minikv.scheduler.batching import Rows, batch_of
@@ -166,19 +167,6 @@ def test_surprisal_is_the_models_own_log_probability():
     expected = -logits.log_softmax(-1)[torch.arange(59), torch.tensor(ids[1:])]
     assert found[0].isnan()
     torch.testing.assert_close(found[1:], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_logits_for_surprisal_are_taken_a_few_rows_at_a_time():
-    asked = []
-
-    def logits_of(rows):
-        asked.append(len(rows))
-        return torch.zeros(len(rows), 8)
-
-    values = token_surprisal(logits_of, torch.arange(150), torch.zeros(150, dtype=torch.int64))
-    assert max(asked) <= 64
-    torch.testing.assert_close(values, torch.full((150,), 8.0).log())
-    assert len(token_surprisal(logits_of, torch.arange(0), torch.arange(0))) == 0
 
 
 def test_a_copy_goes_on_with_a_longer_content_and_leaves_the_first_alone():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minikv.cache.evidence import Recorder, stride_of
 from minikv.cache.policies.base import Evidence
+from minikv.cache.surprisal import ESTIMATE
 from minikv.cache.tiers.forms import Reader, pack
 
 _COUNTS = 2
@@ -46,7 +47,8 @@ class Traces:
     @property
     def name(self) -> str:
         """Equal for equal traces alone."""
-        return repr(astuple(self))
+        # Surprisal by another method would not fit to that of the rest of a prompt.
+        return repr(astuple(self)) + (f" {ESTIMATE}" if self.surprisal else "")
 
 
 @dataclass(frozen=True)

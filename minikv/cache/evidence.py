@@ -7,7 +7,7 @@ sums are taken over blocks of a fixed number of rows.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,6 @@ _UNLIKE_OTHERS = 4
 # Rows that statistics are taken from, evenly spaced over a longer content: more cost time and tell little.
 _SAMPLES = 768
 _BLOCK_ROWS = 256
-_HEAD_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -459,17 +458,3 @@ def _unrotate(rotated: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     first, second = rotated[..., :half], rotated[..., half:]
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin)
     torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin, value=-1)
-
-
-def token_surprisal(logits_of: Callable[[Tensor], Tensor], rows: Tensor, targets: Tensor) -> Tensor:
-    """-log p [n] float32 of the targets [n] int64 that follow the rows [n] int64.
-
-    `logits_of` gives the logits [m, vocab] of rows [m]; it is asked for few at a time, as the logits
-    of a whole chunk would take more memory than its layers.
-    """
-    parts = []
-    for start in range(0, len(rows), _HEAD_ROWS):
-        logits = logits_of(rows[start : start + _HEAD_ROWS])
-        chosen = logits.gather(1, targets[start : start + _HEAD_ROWS, None]).squeeze(1)
-        parts.append(torch.logsumexp(logits, dim=1) - chosen)
-    return torch.cat(parts) if parts else torch.empty(0)

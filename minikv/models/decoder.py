@@ -66,7 +66,8 @@ class Decoder:
         loader = _Loader(config, weights, weights_kind, self.device)
         self.basis = loader.basis
         self.layers = [loader.layer(index) for index in range(config.num_layers)]
-        self.head = loader.head()
+        self.last_norm = weights.load("model.norm.weight")
+        self.head = loader.head(self.last_norm)
         # The order of attention's sums depends on how the work was arranged, and where activations
         # are rounded to 8 bits, the last bits decide which way. In float64 they do not reach that far.
         rounded = any(isinstance(matrix, Int8Linear) for matrix in self._matrices)
@@ -101,6 +102,18 @@ class Decoder:
         if not len(rows):
             return torch.empty(0, self.config.vocab_size)
         return self.head(hidden.index_select(0, rows.to(self.device))).to(CPU, torch.float32)
+
+    @torch.inference_mode()
+    def some_logits(self, hidden: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+        """The columns ids [k] int64, ascending, of `logits`; but for rounding where the head is the table of
+        inputs, whose rows can be had one by one. Other heads are packed as a whole."""
+        if not len(ids):
+            return torch.empty(len(rows), 0)
+        apart = self.config.tied_embeddings and self.device == CPU and len(ids) < self.config.vocab_size
+        if not apart:
+            return self.logits(hidden, rows)[:, ids]
+        weight = self.basis.hidden(self.embedding.lookup(ids).mul_(self.last_norm))
+        return DenseLinear(weight)(hidden.index_select(0, rows))
 
     @torch.inference_mode()
     def output_weight(self, layer: int) -> Tensor:
@@ -206,9 +219,9 @@ class _Loader:
             down=self.writing_hidden(f"{mlp}.down_proj", config.mlp_bias),
         )
 
-    def head(self) -> Linear:
+    def head(self, norm: Tensor) -> Linear:
         module = "model.embed_tokens" if self.config.tied_embeddings else "lm_head"
-        return self.reading_hidden([module], self.weights.load("model.norm.weight"), bias=False)
+        return self.reading_hidden([module], norm, bias=False)
 
     def reading_hidden(self, modules: list[str], norm: Tensor, bias: bool) -> Linear:
         """Several modules with the same inputs, the normalised residual stream, as one matrix."""

@@ -98,8 +98,19 @@ class PackedDecoder:
             return hidden.new_empty(0, self.config.vocab_size)
         return self._head(hidden, rows)[0]
 
-    def _head(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return self.backend.logits(self.head, hidden, rows, self.norm, self.config.rms_norm_eps)
+    def some_logits(self, hidden: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+        """The columns ids [k] int64, ascending, of `logits`, in the same bits, without the others."""
+        groups = torch.unique_consecutive(ids // 8)
+        if not len(groups) or not len(rows):
+            return hidden.new_empty(len(rows), len(ids))
+        part = self.head.some(groups)
+        found = self._head(hidden, rows, part)[0]
+        if part.outputs == len(ids):
+            return found
+        return found[:, torch.searchsorted(groups, ids // 8) * 8 + ids % 8]
+
+    def _head(self, hidden: Tensor, rows: Tensor, head: PackedMatrix | None = None) -> tuple[Tensor, Tensor]:
+        return self.backend.logits(head or self.head, hidden, rows, self.norm, self.config.rms_norm_eps)
 
     def output_weight(self, layer: int) -> Tensor:
         """The output projection of a layer's attention: [hidden, query_heads * head_dim] float32."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from minikv.cache.evidence import token_surprisal
+from minikv.cache.surprisal import LogitsOf, estimated_surprisal
 from minikv.kernels.batch import Batch
 from minikv.scheduler.scheduler import Scheduled
 
@@ -33,8 +32,8 @@ def record_queries(plan: Sequence[Scheduled], batch: Batch) -> None:
         start = end
 
 
-def record_surprisal(plan: Sequence[Scheduled], batch: Batch, logits_of: Callable[[Tensor], Tensor]) -> None:
-    """Hand out -log p of the prompt tokens that follow the rows; `logits_of` as in `token_surprisal`."""
+def record_surprisal(plan: Sequence[Scheduled], batch: Batch, logits_of: LogitsOf, vocab_size: int) -> None:
+    """Hand out -log p of the prompt tokens that follow the rows; see `estimated_surprisal`."""
     for item, first_row in zip(plan, batch.row_starts, strict=False):
         request = item.request
         after = request.num_computed + 1
@@ -44,7 +43,7 @@ def record_surprisal(plan: Sequence[Scheduled], batch: Batch, logits_of: Callabl
         if item.recorder is None or not item.recorder.wants_surprisal or not following:
             continue
         rows = torch.arange(first_row, first_row + len(following))
-        values = token_surprisal(logits_of, rows, torch.tensor(following))
+        values = estimated_surprisal(logits_of, vocab_size, rows, request.tokens, after)
         item.recorder.add_surprisal(after, values)
         if request.tape is not None:
             request.tape.add_surprisal(after, values)

@@ -26,6 +26,7 @@ int mkv_attend(Context*, const Model*, const Pool*, const Batch*, const float*, 
 int mkv_linear(Context*, const Matrix*, const float*, int, float*);
 int mkv_logits(Context*, const Matrix*, const float*, const int64_t*, int, const float*, float, float*, int32_t*);
 int mkv_slots(Context*, const Slots*);
+int mkv_zoom(Context*, const Model*, const Pool*, const Batch*, const float*, int);
 void mkv_pack(int, const uint8_t*, int, int, const int32_t*, uint8_t*);
 }
 
@@ -449,6 +450,8 @@ void two_callers(Bench& bench) {
 
 }  // namespace
 
+#include "zoom_cases.h"
+
 int main(int count, char** arguments) {
   require(count == 4, "three arguments");
   const std::string wanted = arguments[1], path = arguments[2];
@@ -468,6 +471,8 @@ int main(int count, char** arguments) {
       attentions(bench);
       whole_layers(bench);
       slots(bench);
+      choices(bench);
+      zooming_layers(bench);
       short_lived_teams(bench);
       two_callers(bench);
     }

@@ -112,6 +112,15 @@ class PackedMatrix:
         """Bytes of the packed weight."""
         return self.data.nbytes
 
+    def some(self, groups: Tensor) -> PackedMatrix:
+        """The outputs of groups [k] int64, ascending, of eight each; neighbours are not copied."""
+        first, last = int(groups[0]), int(groups[-1]) + 1
+        which = slice(first, last) if last - first == len(groups) else groups
+        outputs = 8 * len(groups) - max(0, 8 * last - self.outputs)
+        bias = None if self.bias is None else self.bias.view(-1, 8)[which].flatten()[:outputs]
+        data = self.data.reshape(self.struct.groups, -1)[which]
+        return PackedMatrix(self.kind, outputs, self.inputs, data, bias)
+
 
 def quantise(weight: Tensor, kind: str) -> Codes:
     """Round float32 [outputs, inputs] to `q4` (minimum and maximum of a group are exact) or `q8`

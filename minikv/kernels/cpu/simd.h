@@ -98,8 +98,13 @@ static inline F8 operator-(F8 x, F8 y) { return {vsubq_f32(x.a, y.a), vsubq_f32(
 static inline F8 operator*(F8 x, F8 y) { return {vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b)}; }
 static inline F8 operator/(F8 x, F8 y) { return {vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
 static inline F8 f8_fma(F8 x, F8 y, F8 z) { return {vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b)}; }
-static inline F8 f8_max(F8 x, F8 y) { return {vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }
-static inline F8 f8_min(F8 x, F8 y) { return {vminq_f32(x.a, y.a), vminq_f32(x.b, y.b)}; }
+// The second where one is a NaN, as on other processors.
+static inline F8 f8_max(F8 x, F8 y) {
+  return {vbslq_f32(vcgtq_f32(x.a, y.a), x.a, y.a), vbslq_f32(vcgtq_f32(x.b, y.b), x.b, y.b)};
+}
+static inline F8 f8_min(F8 x, F8 y) {
+  return {vbslq_f32(vcltq_f32(x.a, y.a), x.a, y.a), vbslq_f32(vcltq_f32(x.b, y.b), x.b, y.b)};
+}
 static inline F8 f8_sqrt(F8 x) { return {vsqrtq_f32(x.a), vsqrtq_f32(x.b)}; }
 static inline F8 f8_abs(F8 x) { return {vabsq_f32(x.a), vabsq_f32(x.b)}; }
 static inline F8 f8_round(F8 x) { return {vrndnq_f32(x.a), vrndnq_f32(x.b)}; }
