@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -67,6 +67,15 @@ class _Publishing:
     done: int
     rows_done: int
     held: list[Handle]
+
+
+@dataclass
+class _Block:
+    """A block that was found: a span for each layer, and what was recorded of it, if that is wanted."""
+
+    handles: list[Handle] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    companion: Companion | None = None
 
 
 class Prefixes:
@@ -204,13 +213,17 @@ class Prefixes:
             loaded = self._load(plan, found, held)
             if loaded is None:
                 break
-            if not (
-                self._share(request, plan, found) if request.staged else self._append(request, loaded[0])
-            ):
+            end = (found + 1) * self.block
+            taken = (
+                self._share(request, loaded.handles, end)
+                if request.staged
+                else self._append(request, loaded.spans)
+            )
+            if not taken:
                 break
             if last is not None and recorder is not None:
                 last.replay(recorder, last.end, request.num_prompt)
-            last, found = loaded[1], found + 1
+            last, found = loaded.companion, found + 1
         if found:
             self._adopt(request, plan, found, last, recorder)
         return found
@@ -252,39 +265,37 @@ class Prefixes:
         if request.seq is None:
             raise RuntimeError("what is staged could not be had")
 
-    def _share(self, request: Request, plan: _Plan, index: int) -> bool:
-        """Make a block part of what a staged request has below the pool; False if any of it is missing."""
-        below, tiers, found = request.course.below, self._storage.tiers, []
+    def _share(self, request: Request, handles: Sequence[Handle], end: int) -> bool:
+        """Make the block up to token `end` part of what a staged request has below the pool: spans, one for
+        each layer, that have an owner. False if any is lost."""
+        below, tiers = request.course.below, self._storage.tiers
         assert below is not None, "it was made when the request began"
-        of_layer = self._find(plan.keys[index], found)
-        layers = (of_layer.get(layer, []) for layer in range(self._config.num_layers))
-        chosen = [next((h for h in handles if tiers.read(h) is not None), None) for handles in layers]
-        kept = [handle for handle in chosen if handle is not None]
-        whole = len(kept) == len(chosen) and not below.lost
-        self._give_up([handle for handle in found if not whole or handle not in kept])
-        if whole:
-            below.adopt((index + 1) * self.block, kept)
-        return whole
+        held = [handle for handle in handles if tiers.hold(handle)]
+        if below.lost or len(held) < self._config.num_layers:
+            self._give_up(held)
+            return False
+        below.adopt(end, held)
+        return True
 
-    def _load(
-        self, plan: _Plan, index: int, held: list[Handle]
-    ) -> tuple[list[Span], Companion | None] | None:
+    def _load(self, plan: _Plan, index: int, held: list[Handle]) -> _Block | None:
         """Spans of all layers of a block and what goes with it; None if anything is missing or damaged."""
-        spans = []
+        block = _Block()
         of_layer = self._find(plan.keys[index], held)
         for layer in range(self._config.num_layers):
-            span = self._read(of_layer.get(layer, []))
-            if span is None or not self._fits(span, Owner(plan.keys[index], layer), index):
+            handle, span = self._read(of_layer.get(layer, []))
+            if handle is None or span is None or not self._fits(span, Owner(plan.keys[index], layer), index):
                 return None
-            spans.append(span)
-        if plan.traces is None:
-            return spans, None
-        companion = self._load_companion(plan.keys[index], plan.traces, index, held)
-        return None if companion is None else (spans, companion)
+            block.handles.append(handle)
+            block.spans.append(span)
+        if plan.traces is not None:
+            block.companion = self._load_companion(plan.keys[index], plan.traces, index, held)
+            if block.companion is None:
+                return None
+        return block
 
     def _load_companion(self, key: bytes, traces: Traces, index: int, held: list[Handle]) -> Companion | None:
         found = self._find(_companion_key(key, traces), held)
-        span = self._read(found.get(0, []))
+        _, span = self._read(found.get(0, []))
         if span is None:
             return None
         start = index * self.block
@@ -328,7 +339,9 @@ class Prefixes:
         if end - self.block < aside:
             return False  # it went below before it could be published
         there = self._find(key, held)
-        missing = [layer for layer in range(self._config.num_layers) if layer not in there]
+        # The last of several: those before it were found to be damaged.
+        handles = [there[n][-1] if n in there else None for n in range(self._config.num_layers)]
+        missing = [layer for layer, handle in enumerate(handles) if handle is None]
         # As nothing is compressed yet, an entry's place in its lane follows from its position.
         place = torch.arange(end - aside)
         chosen = (place >= end - aside - self.block).expand(self._config.num_kv_heads, -1)
@@ -337,18 +350,19 @@ class Prefixes:
             entries = self._lanes.take(request.seq, layer, chosen)
             if not all(bool(torch.isfinite(rows).all()) for rows in (entries.rows.keys, entries.rows.values)):
                 return False  # the request is about to fail
-            if not self._write(self._storage.exact.encode(entries, Owner(key, layer), end), held):
+            handles[layer] = self._write(self._storage.exact.encode(entries, Owner(key, layer), end), held)
+            if handles[layer] is None:
                 return False
         if plan.traces is not None and index < plan.num_traced:
             companion = self._companion(request, plan.traces, index)
             key = _companion_key(key, plan.traces)
             if companion is not None and not self._find(key, held):
                 span = raw_span(Owner(key, 0), self._storage.exact.fingerprint, end, companion.to_bytes())
-                if not self._write(span, held):
+                if self._write(span, held) is None:
                     return False
                 written = True
         self._storage.prefixes.prefix_blocks += written
-        return not request.staged or self._share(request, plan, index)
+        return not request.staged or self._share(request, [h for h in handles if h is not None], end)
 
     def _companion(self, request: Request, traces: Traces, index: int) -> Companion | None:
         recorder = request.course.turns[0].recorder
@@ -387,15 +401,18 @@ class Prefixes:
             of_layer.setdefault(handle.owner.layer, []).append(handle)
         return of_layer
 
-    def _read(self, handles: Sequence[Handle]) -> Span | None:
+    def _read(self, handles: Sequence[Handle]) -> tuple[Handle, Span] | tuple[None, None]:
         """The first that can be read; what was damaged and written again is there twice."""
-        return next((s for handle in handles if (s := self._storage.tiers.read(handle)) is not None), None)
+        for handle in handles:
+            if (span := self._storage.tiers.read(handle)) is not None:
+                return handle, span
+        return None, None
 
-    def _write(self, span: Span, held: list[Handle]) -> bool:
+    def _write(self, span: Span, held: list[Handle]) -> Handle | None:
         handle = self._storage.tiers.write(span)
         if handle is not None:
             held.append(handle)
-        return handle is not None
+        return handle
 
     def _give_up(self, held: list[Handle]) -> None:
         """Release spans. The last blocks go first where room is needed: without those before them they are of

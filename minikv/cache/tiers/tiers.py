@@ -180,6 +180,15 @@ class Tiers:
                 place.cold = cold
         return list(self._of_key.get((key, fingerprint), {}))
 
+    def hold(self, handle: Handle) -> bool:
+        """Be one more owner of a span that has one, until `release`; False if it is lost."""
+        place = self._places.get(handle)
+        if place is None:
+            return False
+        assert place.owners, "a span was held that has no owner"
+        place.owners += 1
+        return True
+
     def _find_again(self, place: _Place, of_cold: list[Handle]) -> None:
         """One owner more, of a span of this run. Cold knows one owner at most: this."""
         if place.cold in of_cold:
