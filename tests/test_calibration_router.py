@@ -14,6 +14,7 @@ from minikv.cache.budget import Budget
 from minikv.cache.policies.registry import make_policy
 from minikv.cache.spans.router import Router
 from minikv.cache.spans.share import lanes_part
+from minikv.calibration.frozen import Frozen
 from minikv.calibration.journal import Journal
 from minikv.calibration.measure import Continuation
 from minikv.calibration.router_file import load_router_for, named_router
@@ -42,24 +43,49 @@ def any_size(monkeypatch):
     monkeypatch.setattr("minikv.calibration.train.MOST_PARAMETERS", 1.0)
 
 
-def run(probe: Probe, path: Path, steps: int | None = None) -> Training:
-    with Journal(path, vars(SETTINGS)) as journal:
-        training = Training(probe, SETTINGS, journal)
+@pytest.fixture(scope="module")
+def frozen(model: Path) -> Frozen:
+    return Frozen.open(model)
+
+
+def run(
+    probe: Probe,
+    path: Path,
+    frozen: Frozen | None,
+    steps: int | None = None,
+    settings: RouterSettings = SETTINGS,
+) -> Training:
+    with Journal(path, vars(settings)) as journal:
+        training = Training(probe, settings, journal, frozen)
         for count, _ in enumerate(training.steps(), 1):
             if count == steps:
                 break
         return training
 
 
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(probe: Probe, tmp_path: Path) -> None:
-    whole = run(probe, tmp_path / "whole")
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+    probe: Probe, frozen: Frozen, tmp_path: Path
+) -> None:
+    whole = run(probe, tmp_path / "whole", frozen)
     assert whole.done == whole.total == 4
-    assert run(probe, tmp_path / "part", steps=2).done == 2
-    resumed = run(probe, tmp_path / "part")
+    assert run(probe, tmp_path / "part", frozen, steps=2).done == 2
+    resumed = run(probe, tmp_path / "part", frozen)
     for one, other in zip(vars(whole.router()).values(), vars(resumed.router()).values(), strict=True):
         assert torch.equal(one, other)
     assert whole.comparisons() == resumed.comparisons()
     assert not probe.store.pool.bytes_in_use
+
+
+def test_each_target_is_learned_from_alone_where_the_other_has_no_weight(
+    probe: Probe, frozen: Frozen, tmp_path: Path
+) -> None:
+    shares = run(probe, tmp_path / "shares", None, settings=replace(SETTINGS, logits=0.0))
+    logits = run(probe, tmp_path / "logits", frozen, settings=replace(SETTINGS, shares=0.0))
+    both = run(probe, tmp_path / "both", frozen)
+    for one, other in ((shares, logits), (logits, both), (both, shares)):
+        assert not torch.equal(one.router().scale, other.router().scale)
+    assert shares.comparisons()[0].trained.answers is None
+    assert logits.comparisons()[0].trained.answers is not None
 
 
 def lesson_of(probe: Probe, seed: int = 0, length: int = 200, rest: int = 10):
@@ -75,8 +101,6 @@ def test_true_masses_are_those_of_the_full_cache_and_learning_lowers_the_loss(pr
     assert (lesson.masses >= 0).all() and (lesson.masses.sum(-1) <= 1 + 1e-5).all()
     plain = Router.plain(shape.num_layers, shape.num_query_heads, shape.head_dim)
     parts = {name: part.clone().requires_grad_() for name, part in vars(plain).items()}
-    names = ("parts", "constant", "codes", "sizes", "masses", "rest")
-    lesson = replace(lesson, **{name: getattr(lesson, name).clone() for name in names})
     loss = loss_of(Router(**parts), lesson)
     gradients = torch.autograd.grad(loss, list(parts.values()))
     size = plain.bias.numel()
@@ -101,7 +125,7 @@ def test_nothing_is_learned_from_what_comes_later(probe: Probe) -> None:
 def test_a_router_that_would_be_too_large_is_refused(probe: Probe, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("minikv.calibration.train.MOST_PARAMETERS", 0.0005)
     with pytest.raises(ConfigError, match=r"it may be 0.05%"):
-        run(probe, tmp_path / "journal")
+        run(probe, tmp_path / "journal", None, settings=replace(SETTINGS, logits=0.0))
 
 
 def test_the_command_makes_a_router_that_the_policy_takes(model: Path, probe: Probe, tmp_path: Path) -> None:
@@ -134,7 +158,14 @@ def test_a_router_of_another_model_is_refused(model: Path, probe: Probe, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"), [({"texts": 0}, "texts"), ({"length": 9}, "length"), ({"rate": 0.0}, "rate")]
+    ("changes", "words"),
+    [
+        ({"texts": 0}, "texts"),
+        ({"length": 9}, "length"),
+        ({"rate": 0.0}, "rate"),
+        ({"shares": -1.0}, "shares"),
+        ({"shares": 0.0, "logits": 0.0}, "one of the two"),
+    ],
 )
 def test_wrong_settings_are_refused(changes: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minikv.cache.budget import Budget
 from minikv.cache.evidence import Recorded
 from minikv.cache.policies.base import LayerView
 from minikv.cache.policies.sekv import Measured, SeKV, coded, first_token
@@ -23,11 +24,29 @@ from minikv.cache.protect import protect
 from minikv.cache.spans.codes import cells_of, centres, digits_of, unpack
 from minikv.cache.spans.router import Router
 from minikv.cache.spans.routing import Zooming, choose
+from minikv.cache.spans.share import area_of, lanes_part
 from minikv.cache.spans.zoom import Cells
 from minikv.calibration.measure import Continuation, feed_recorded
 from minikv.calibration.scores import attention_rows
 from minikv.config import CacheConfig
 from minikv.probe import Probe
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the last tokens `ids` of a text come after, n tokens.
+
+    keys, values: [layers, kv_heads, n, head_dim]. cell: [n] int64, the cell of each token, C for one that is
+    in no span. mean: [layers, kv_heads, head_dim]; decoder: [layers, kv_heads, components, head_dim], what
+    codes mean. All but cell float32.
+    """
+
+    ids: list[int]
+    keys: Tensor
+    values: Tensor
+    cell: Tensor
+    mean: Tensor
+    decoder: Tensor
 
 
 @dataclass(frozen=True)
@@ -38,7 +57,7 @@ class Lesson:
     query_heads, Q], against the mean key. codes: [layers, kv_heads, C, components], in units of a level;
     sizes: [C] int64, tokens of each. masses: [layers, query_heads, Q, C], true attention; rest: [layers,
     query_heads, Q], the log-sum-exp of what is in no span. rows: that a KV head may zoom in; root: that of
-    head_dim.
+    head_dim. past: what the Q queries come after.
     """
 
     parts: Tensor
@@ -49,11 +68,12 @@ class Lesson:
     rest: Tensor
     rows: int
     root: float
+    past: Past
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def make_lesson(probe: Probe, text: Continuation, budget: float) -> Lesson:
-    """Of a text, with as many spans as `budget`, a fraction of its tokens, pays for."""
+    """Of a text, with as many spans and rows as `budget`, a fraction of its tokens, pays for."""
     policy = SeKV()
     length = len(text.prompt)
     seq = probe.open()
@@ -62,26 +82,60 @@ def make_lesson(probe: Probe, text: Continuation, budget: float) -> Lesson:
         probe.feed(seq, text.prompt, "none", recorder)
         said = recorder.result()
         rows = feed_recorded(probe, seq, text.rest)
-        wanted = int(budget * policy.resident * length)
+        limit = Budget("fraction", budget)
+        part = lanes_part(policy, limit, probe.store, length)
+        wanted = int(part * budget * length)
         measured = [
             _measured(probe, seq, layer, policy, said, length, wanted)
             for layer in range(probe.config.num_layers)
         ]
         places = policy.assign(measured[:1], wanted * len(measured[0].lanes.valid))[0][:1]
         layers = [_layer(probe, seq, of_layer, rows, places) for of_layer in enumerate(measured)]
+        zoomed = area_of(limit, part, probe.store, length)[1]
     finally:
         probe.close(seq)
-    parts, constant, codes, sizes, masses, rest = zip(*layers, strict=True)
+    first, sizes = layers[0].first, layers[0].sizes
     return Lesson(
-        parts=torch.stack(parts),
-        constant=torch.stack(constant),
-        codes=torch.stack(codes),
-        sizes=sizes[0],
-        masses=torch.stack(masses),
-        rest=torch.stack(rest),
-        rows=max(1, int(budget * length * (1 - policy.resident))),
+        **{name: _stacked(layers, name) for name in ("parts", "constant", "codes", "masses", "rest")},
+        sizes=sizes,
+        rows=max(1, zoomed),
         root=math.sqrt(probe.config.head_dim),
+        past=Past(
+            ids=text.rest,
+            cell=_cell_of_tokens(first, sizes, length),
+            **{name: _stacked(layers, name) for name in ("keys", "values", "mean", "decoder")},
+        ),
     )
+
+
+def _stacked(layers: list[_OfLayer], name: str) -> Tensor:
+    return torch.stack([getattr(layer, name) for layer in layers])
+
+
+def _cell_of_tokens(first: Tensor, sizes: Tensor, length: int) -> Tensor:
+    """The cell of each token, by first tokens and sizes of cells."""
+    cell = torch.full((length,), len(sizes))
+    index = torch.arange(len(sizes)).repeat_interleave(sizes)
+    within = torch.arange(len(index)) - (sizes.cumsum(0) - sizes)[index]
+    cell[first[index] + within] = index
+    return cell
+
+
+@dataclass(frozen=True)
+class _OfLayer:
+    """A layer's part of a lesson, and the first token of each cell."""
+
+    parts: Tensor
+    constant: Tensor
+    codes: Tensor
+    first: Tensor
+    sizes: Tensor
+    masses: Tensor
+    rest: Tensor
+    keys: Tensor
+    values: Tensor
+    mean: Tensor
+    decoder: Tensor
 
 
 _PER_LANE = ("keys", "values", "log_mass", "counts", "positions", "valid")
@@ -102,12 +156,13 @@ def _measured(
 
 def _layer(
     probe: Probe, seq: int, of_layer: tuple[int, Measured], rows: Recorded, places: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Parts, constant, codes, sizes, masses and rest of one layer. places: [1, length], of all its lanes."""
+) -> _OfLayer:
+    """places: [1, length], of all its lanes."""
     layer, measured = of_layer
     view = probe.compressor.view(seq, layer, probe.num_tokens(seq), rows, output=False)
     assert view.queries is not None and view.query_positions is not None
-    extra = torch.arange(view.keys.shape[1] - places.shape[1]) + int(places.max()) + 1
+    length = places.shape[1]
+    extra = torch.arange(view.keys.shape[1] - length) + int(places.max()) + 1
     assignment = torch.cat((places[0], extra)).expand(len(view.keys), -1)
     merged = coded(view, assignment, measured.basis)
     spans = merged.counts[0] > 1
@@ -115,19 +170,21 @@ def _layer(
     cells = Cells.of(start, merged.counts[:1, spans], cells_of(view.kv_dtype))
     used = cells.size[0] > 0
     numbers = torch.cat((merged.keys[:, spans], merged.values[:, spans]), dim=-1)
-    codes = centres(unpack(numbers, digits_of(view.kv_dtype))).flatten(1, 2)[:, used]
     first, size = cells.first[0, used], cells.size[0, used]
-    mean = measured.basis.mean.float().repeat_interleave(view.group, dim=0)
-    decoder = measured.basis.decoder.float().repeat_interleave(view.group, dim=0)
-    weights = attention_rows(view).cumsum(dim=-1)
-    before = F.pad(weights, (1, 0))
-    return (
-        view.queries @ decoder.transpose(1, 2),
-        (view.queries @ mean[..., None])[..., 0],
-        codes,
-        size,
-        (before[..., first + size] - before[..., first]).clamp(min=0),
-        _rest(view, ~spans[assignment[0]], view.query_positions),
+    mean, decoder = measured.basis.mean.float(), measured.basis.decoder.float()
+    before = F.pad(attention_rows(view).cumsum(dim=-1), (1, 0))
+    return _OfLayer(
+        parts=view.queries @ decoder.repeat_interleave(view.group, dim=0).transpose(1, 2),
+        constant=(view.queries @ mean.repeat_interleave(view.group, dim=0)[..., None])[..., 0],
+        codes=centres(unpack(numbers, digits_of(view.kv_dtype))).flatten(1, 2)[:, used],
+        first=first,
+        sizes=size,
+        masses=(before[..., first + size] - before[..., first]).clamp(min=0),
+        rest=_rest(view, ~spans[assignment[0]], view.query_positions),
+        keys=view.keys[:, :length],
+        values=view.values[:, :length],
+        mean=mean,
+        decoder=decoder,
     )
 
 
@@ -156,7 +213,7 @@ def loss_of(router: Router, lesson: Lesson) -> Tensor:
     return F.kl_div(estimated, true, reduction="none").sum(dim=-1).mean()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def recall_of(router: Router, lesson: Lesson) -> float:
     """The share of the spans' true attention mass that lies in the tokens which the router zooms in for each
     query, over all layers and KV heads."""

@@ -24,7 +24,9 @@ TRAINING = (
     Option("held", "int", "Further texts on which the result is measured.", "6"),
     Option("length", "int", "Tokens of a text.", "1024"),
     Option("steps", "int", "Steps with each text.", "10"),
-    Option("rate", "float", "Of learning at the start.", "0.02"),
+    Option("rate", "float", "Of learning at the start.", "0.01"),
+    Option("shares", "float", "Weight of attention as a target.", "1"),
+    Option("logits", "float", "Weight of the model's answers as a target; 0: without.", "1"),
     Option("seed", "int", "Of all texts.", "0"),
 )
 
@@ -43,8 +45,11 @@ def train_router(
 ) -> None:
     """Train the router of policy sekv: how much attention a token will draw. The model stays as it is.
 
+    It learns from the full cache's attention, and from what the model says with the full cache.
+
     A run that was stopped goes on where it ended when it is given again.
     """
+    from minikv.calibration.frozen import Frozen
     from minikv.calibration.journal import Journal
     from minikv.calibration.train import RouterSettings, Training
 
@@ -53,7 +58,9 @@ def train_router(
     probe = load(model, engine)
     partial = output.with_name(f"{output.name}.partial")
     with Journal(partial, described(dataclasses.asdict(settings), probe), fresh=overwrite) as journal:
-        run = Training(probe, settings, journal)
+        where = {name: engine[name] for name in ("revision", "offline") if name in engine}
+        frozen = Frozen.open(model, **where) if settings.logits else None
+        run = Training(probe, settings, journal, frozen)
         console.note(f"{run.num_parameters:,} parameters, {100 * run.share:.4f}% of the model's")
         if not _train(run):
             console.complain(f"Interrupted after {run.done} of {run.total} texts. Run it again to go on.")
@@ -81,17 +88,23 @@ def _finish(run: Training, probe: Probe, output: Path) -> str:
     from minikv.calibration.router_file import save_router
 
     found = run.comparisons()
-
-    def mean(name: str) -> float:
-        return sum(getattr(one, name) for one in found) / len(found)
-
+    names = ("loss", "recall", "answers") if run.settings.logits else ("loss", "recall")
+    means = {
+        which: {name: sum(getattr(getattr(one, which), name) for one in found) / len(found) for name in names}
+        for which in ("plain", "trained")
+    }
     facts = {"model": probe.name, "minikv_version": version(), **dataclasses.asdict(run.settings)}
-    facts |= {name: mean(name) for name in ("plain_loss", "plain_recall", "loss", "recall")}
+    facts |= {f"{which}_{name}": mean for which, of in means.items() for name, mean in of.items()}
     save_router(output, run.router(), identity_of(probe), facts)
     return (
         f"{run.num_parameters:,} parameters, {100 * run.share:.4f}% of the model's\n"
         f"on {len(found)} texts that were not learned from:\n"
-        f"          KL divergence  recall of attention mass\n"
-        f"codes     {mean('plain_loss'):13.4f}  {100 * mean('plain_recall'):5.1f}%\n"
-        f"router    {mean('loss'):13.4f}  {100 * mean('recall'):5.1f}%\n"
+        f"          KL of shares  recall of attention mass  KL of logits\n"
+        f"codes   {_line(means['plain'])}\n"
+        f"router  {_line(means['trained'])}\n"
     )
+
+
+def _line(means: dict[str, float]) -> str:
+    answers = f"{means['answers']:12.4f}" if "answers" in means else f"{'-':>12}"
+    return f"{means['loss']:14.4f}  {100 * means['recall']:23.1f}%  {answers}"
