@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,7 +37,7 @@ from minikv.scheduler.areas import ask_area, staged, zooming
 from minikv.scheduler.batching import build_batch
 from minikv.scheduler.prefix import Prefixes
 from minikv.scheduler.recording import record_queries, record_surprisal
-from minikv.scheduler.request import Event, FinishEvent, Lanes, Request, State, TokenEvent
+from minikv.scheduler.request import Event, FinishEvent, Lanes, Order, Request, State, TokenEvent
 from minikv.scheduler.retention import FindProfile, FindRouter, Retention, Retentions
 from minikv.scheduler.scheduler import Scheduled, Scheduler
 
@@ -138,10 +138,10 @@ class Engine:
             if lanes is not None and params.n > 1:
                 raise ConfigError("The lanes of a conversation cannot be shared by n > 1 completions.")
             retention = self._retentions.get(cache or self.config.cache)
-            order = _Order(token_ids, params, retention, content_end, check_ranges("pinned", pinned), lanes)
+            order = Order(token_ids, params, retention, content_end, check_ranges("pinned", pinned), lanes)
             return self._add(order)
 
-    def _add(self, order: _Order) -> list[int]:
+    def _add(self, order: Order) -> list[int]:
         fault = fault_of(order.token_ids, self.model.config.vocab_size, self.max_context)
         leader: Request | None = None
         ids = []
@@ -341,6 +341,8 @@ class Engine:
             assert turn.retention.policy is not None
             try:
                 self._demote(request, turn.retention)
+                if self._lost(request):
+                    return False
                 report = self._compressor.compress(
                     seq,
                     turn.retention.policy,
@@ -376,11 +378,23 @@ class Engine:
         assert seq is not None
         if not self.store.areas.shared(seq) or request.num_computed % self.scheduler.unit_of(request):
             return True
-        self._demote(request, request.retention)
-        if course.below is None or course.below.lost:
-            self._finish(request, "context", NO_ROOM_BELOW)
+        self._demote(request, course.turn_at(request.num_computed - 1).retention)
+        if self._lost(request):
             return False
         self.store.set_aside(seq, request.num_computed)
+        return True
+
+    def _lost(self, request: Request) -> bool:
+        """Whether the tiers had no room for what a staged request has computed. A turn of a conversation then
+        begins again without that, once; others end."""
+        seq, below = request.seq, request.course.below
+        assert seq is not None
+        if not self.store.areas.shared(seq) or (below is not None and not below.lost):
+            return False
+        if request.restored and not request.was_set_back:
+            self._set_back(request)
+        else:
+            self._finish(request, "context", NO_ROOM_BELOW)
         return True
 
     def _set_back(self, request: Request) -> None:
@@ -451,7 +465,7 @@ class Engine:
     # Admission checks
 
     def _make_request(
-        self, order: _Order, index: int, leader: Request | None, problem: str | None
+        self, order: Order, index: int, leader: Request | None, problem: str | None
     ) -> tuple[Request, str | None]:
         vocab, params = self.model.config.vocab_size, order.params
         sampler = Sampler(SamplingParams(), (), vocab)
@@ -482,15 +496,3 @@ class Engine:
         if needed <= self.store.pool.num_pages:
             return None
         return self.scheduler.room.shortage(request, request.num_prompt, needed)
-
-
-@dataclass(frozen=True)
-class _Order:
-    """What `Engine.add` was asked for."""
-
-    token_ids: Sequence[int]
-    params: SamplingParams
-    retention: Retention
-    content_end: int | None
-    pinned: Ranges
-    lanes: Lanes | None

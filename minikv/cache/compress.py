@@ -247,18 +247,16 @@ class Compressor:
             beside = stage.num_tokens
             counts = torch.cat((counts.new_ones(len(counts), beside), counts), dim=1)
         valid = counts > 0
-        pages, rows = store.table(seq, layer, beside)
-        heads = len(pages)
+        pages = store.table(seq, layer, beside)
+        heads, there = len(pages), valid.shape[1]
         keys, values = pool.read_pages(pages.reshape(-1), device=device)
         slots = (pages.unsqueeze(-1) * pool.page_size + torch.arange(pool.page_size)).view(heads, -1)
-        # Without a stage, rows lie in order: a view will do.
-        taken = slice(len(rows)) if stage is None else rows
-        log_mass, positions = pool.masses_and_positions(slots[:, taken])
+        log_mass, positions = pool.masses_and_positions(slots[:, :there])
         queries, query_heads, norms = recorded.queries, recorded.query_heads, recorded.residual_norms
         view = LayerView(
             layer=layer,
-            keys=keys.view(heads, -1, pool.head_dim)[:, taken].float(),
-            values=values.view(heads, -1, pool.head_dim)[:, taken].float(),
+            keys=keys.view(heads, -1, pool.head_dim)[:, :there].float(),
+            values=values.view(heads, -1, pool.head_dim)[:, :there].float(),
             log_mass=log_mass,
             counts=counts,
             positions=positions.long().masked_fill(~valid, -1),

@@ -145,8 +145,9 @@ class LaneStore:
         assert self._room[seq] >= 0, "append without reserve"
 
     def set_aside(self, seq: int, num_tokens: int) -> None:
-        """Count the first `num_tokens` tokens as kept elsewhere: the lanes hold none of them, on pages that
-        stay for what comes next."""
+        """Count the first `num_tokens` tokens, whole pages, as kept elsewhere: the lanes hold none of them,
+        on pages that stay for what comes next."""
+        assert num_tokens % self.pool.page_size == 0, "what is set aside fills whole pages"
         self.num_tokens[seq] = num_tokens
         self.lengths[seq] = 0
         self._room[seq] = int(self.num_pages[seq].min()) * self.pool.page_size
@@ -361,27 +362,22 @@ class LaneStore:
         self.pool.replace_rows(target, rows.keys[held], rows.values[held], equal[held])
         self.pool.write_entries(target, rows.positions[held], rows.log_mass[held])
 
-    def table(self, seq: int, layer: int, beside: int = 0) -> tuple[Tensor, Tensor]:
-        """Pages of one layer's lanes [kv_heads, n] int64, behind those of the first `beside` rows of a shared
-        area, and in which of their rows the entries of the longest lane lie, those of the area first: [m]."""
+    def table(self, seq: int, layer: int, beside: int = 0) -> Tensor:
+        """Pages of one layer's lanes [kv_heads, n] int64, as many as the longest fills, behind those of the
+        first `beside` rows of a shared area, which are whole pages."""
         size, longest = self.pool.page_size, int(self.lengths[seq, layer].max())
-        pages, rows = self.pages[seq, layer, :, : -(-longest // size)], torch.arange(beside + longest)
+        pages = self.pages[seq, layer, :, : -(-longest // size)]
         if beside:
             area = self.areas[seq]
             assert area is not None and area.shared, "rows beside a lane are those of a shared area"
-            width = -(-beside // size)
-            pages = np.concatenate((area.pages[layer, :, :width], pages), axis=1)
-            rows[beside:] += width * size - beside
-        return torch.from_numpy(pages.astype(np.int64)), rows
+            assert beside % size == 0, "rows beside a lane fill whole pages"
+            pages = np.concatenate((area.pages[layer, :, : beside // size], pages), axis=1)
+        return torch.from_numpy(pages.astype(np.int64))
 
     def _layer_slots(self, seq: int, layer: int, entry: Tensor, beside: int = 0) -> Tensor:
         """Pool rows of entries [kv_heads, n] of one layer; the first `beside` are those of a shared area."""
         size = self.pool.page_size
-        if beside:
-            pages, rows = self.table(seq, layer, beside)
-            entry = rows[entry.clamp(max=len(rows) - 1)]
-        else:
-            pages = torch.from_numpy(self.pages[seq, layer]).long()
+        pages = self.table(seq, layer, beside) if beside else torch.from_numpy(self.pages[seq, layer]).long()
         return pages.gather(1, entry // size) * size + entry % size
 
     def take(self, seq: int, layer: int, chosen: Tensor) -> Entries:

@@ -110,15 +110,14 @@ def _width(store: LaneStore, seq: int) -> int:
     area = store.areas[seq]
     if area is None or not area.shared:
         return 0 if area is None else area.per_lane
-    return -(-store.num_aside(seq) // store.pool.page_size)
+    return store.num_aside(seq) // store.pool.page_size
 
 
 def _masks(store: LaneStore, seq: int) -> bool:
-    """Whether a sequence has an area with rows in use that are not to be seen."""
+    """Whether a sequence has an area with rows in use that are not to be seen. In a shared one they fill
+    whole pages, and all are seen."""
     area = store.areas[seq]
-    if area is None or not area.shared:
-        return area is not None
-    return store.num_aside(seq) % store.pool.page_size != 0
+    return area is not None and not area.shared
 
 
 def _mass_ends(store: LaneStore, parts: Sequence[Rows], lengths: np.ndarray) -> Tensor:

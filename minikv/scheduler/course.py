@@ -5,7 +5,7 @@ Lanes that are given up when memory is short can be computed again along it, to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -255,4 +255,4 @@ class Course:
 
 def _copied(turn: Turn) -> Turn:
     recorder = None if turn.recorder is None else turn.recorder.copy()
-    return Turn(turn.retention, turn.start, turn.num_prompt, turn.content, turn.pinned, recorder)
+    return replace(turn, recorder=recorder, restored=False, before=None)

@@ -82,8 +82,8 @@ class Prefixes:
     """Finds what prompts begin with, and publishes it. What it does with a request follows from its tokens
     and its cache configuration alone, never from batch mates.
 
-    block: tokens of a block. reuse_limit: longest prompt that may begin with rows of another one, None
-    without a limit.
+    block: tokens of a block. most_together: most that `together` says. reuse_limit: longest prompt that may
+    begin with rows of another one, None without a limit.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class Prefixes:
         self.block = BLOCK_TOKENS
         # What is staged is below the pool as it was computed, but rows within an error are not everybody's.
         self._stages = storage.sparing.most_error <= 0 and BLOCK_TOKENS % lanes.pool.page_size == 0
+        self.most_together = self.block if self._stages else 1
         self._plans: dict[Request, _Plan] = {}
         self._publishing: dict[Request, _Publishing] = {}
 
@@ -339,8 +340,12 @@ class Prefixes:
         if end - self.block < aside:
             return False  # it went below before it could be published
         there = self._find(key, held)
-        # The last of several: those before it were found to be damaged.
-        handles = [there[n][-1] if n in there else None for n in range(self._config.num_layers)]
+        # The last of several: those before it were found to be damaged. More may be, if it was set back.
+        found = (there.get(layer, []) for layer in range(self._config.num_layers))
+        if request.was_set_back:
+            handles = [self._read(each)[0] for each in found]
+        else:
+            handles = [each[-1] if each else None for each in found]
         missing = [layer for layer, handle in enumerate(handles) if handle is None]
         # As nothing is compressed yet, an entry's place in its lane follows from its position.
         place = torch.arange(end - aside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -175,6 +176,18 @@ class Request:
         """A sibling (n > 1) whose shared prompt another request is about to compute."""
         leader = self.leader
         return leader is not None and leader.state is not State.FINISHED and not leader.num_output
+
+
+@dataclass(frozen=True)
+class Order:
+    """What `Engine.add` was asked for."""
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+    retention: Retention
+    content_end: int | None
+    pinned: Ranges
+    lanes: Lanes | None
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Scheduler:
         self.once = Once()
         self.swap = Swap(store, storage, self.once)
         self.swap.give_way = self._give_way
-        self.room = Room(store, self.swap, 1 if prefixes is None else prefixes.block)
+        self.room = Room(store, self.swap, 1 if prefixes is None else prefixes.most_together)
         self.starting = Starting(store, storage, self.swap, self.room, self.once)
         self.prefixes = prefixes
         self.max_batch_tokens = max_batch_tokens
@@ -151,12 +151,12 @@ class Scheduler:
         request.seq = request.swapped = None
         if lanes is not None:
             lanes.busy = False
-            if keep_lanes and (seq is not None or swapped is not None):
+            if keep_lanes and (seq is not None or swapped is not None or request.restored):
                 if self._leave_below(request, lanes):
                     self._close(seq, swapped)
                     return
                 # A first prompt that is staged is read from its start again: another is judged as a whole.
-                if seq is None or not self.store.areas.shared(seq):
+                if swapped is not None or (seq is not None and not self.store.areas.shared(seq)):
                     self._leave(request, lanes, seq, swapped)
                     return
         self._close(seq, swapped)
@@ -401,12 +401,12 @@ class Scheduler:
         others go below the pool whole, also beside what they zoom in."""
         assert lanes.seq is not None
         below, num_tokens = lanes.course.below, len(lanes.token_ids)
-        covered, lanes.busy = False, True  # it must not give way to itself
+        covered, was_busy, lanes.busy = False, lanes.busy, True  # it must not give way to itself
         if below is not None and not lanes.course.zooms:
             below.add(self.store, lanes.seq, num_tokens)
             covered = below.covers(num_tokens)
         swapped = None if covered else self.swap.demote(lanes.seq)
-        lanes.busy = False
+        lanes.busy = was_busy
         self._give_up(lanes)
         if swapped is not None or covered:
             self.swap.hand_over(swapped, lanes)

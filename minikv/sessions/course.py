@@ -26,12 +26,16 @@ def plain_course(course: Course, page_size: int, held: bool) -> dict[str, Any]:
     """A course without what was recorded; `held`: with the lanes that it has led to."""
     places = {turn: place for place, turn in enumerate(course.turns)}
     return {
-        "turns": [{**_plain_turn(turn), "restored": turn.restored} for turn in course.turns],
+        "turns": [_plain_state(turn) for turn in course.turns],
         "compressions": [[places[c.turn], c.num_tokens, c.room] for c in course.compressions],
         "done": course.done if held else 0,
         "peak_entries": course.peak * page_size,
         "page_size": page_size,
     }
+
+
+def _plain_state(turn: Turn) -> dict[str, Any]:
+    return {**_plain_turn(turn), "restored": turn.restored, "staged": turn.staged}
 
 
 def _plain_turn(turn: Turn) -> dict[str, Any]:
@@ -114,8 +118,9 @@ class CourseReader:
         restored = "restored" in body and field_of(body, "restored", bool)  # not said before there were tiers
         if restored and not start:
             raise damaged("nothing can be put back before its first turn")
-        retention = self._retention_of(cache)
-        return Turn(retention, start, num_prompt, range(first, stop), pinned, restored=restored)
+        staged = "staged" in body and field_of(body, "staged", bool)  # nor this before prompts were
+        retention, content = self._retention_of(cache), range(first, stop)
+        return Turn(retention, start, num_prompt, content, pinned, restored=restored, staged=staged)
 
     def _compression(self, turns: list[Turn], body: Any) -> Compression:
         if not isinstance(body, list) or len(body) != 3 or any(type(n) is not int for n in body):

@@ -195,6 +195,8 @@ class Below:
     def layer(self, layer: int, num_tokens: int) -> list[tuple[int, int, Stored]] | None:
         """All entries of a layer of the first `num_tokens` tokens, which are `all_whole`, in parts of tokens
         [start, end), lane after lane; None, and lost, if they cannot be had any more."""
+        if self.lost:
+            return None
         found = []
         for start, end, handles in self.whole_parts():
             if start >= num_tokens:
