@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from minikv.cache.companion import Companion, Tape, Traces
+from minikv.cache.entries import Stored
 from minikv.cache.evidence import Recorder
 from minikv.cache.lanes import LaneStore
 from minikv.cache.stage import Stage
@@ -37,6 +38,7 @@ _LOG = logging.getLogger(__name__)
 
 # Tokens that a prompt must have in common with another one for anything to be found.
 BLOCK_TOKENS = 128
+_TOGETHER = 8  # blocks that are put into lanes at once
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,13 @@ class _Publishing:
     done: int
     rows_done: int
     held: list[Handle]
+
+
+@dataclass
+class _Waiting:
+    """Spans of blocks, of each one for each layer, that are yet to be put into lanes."""
+
+    blocks: list[Sequence[Span]] = field(default_factory=list)
 
 
 @dataclass
@@ -209,7 +218,7 @@ class Prefixes:
         """How many blocks were put into the lanes, in whole or in part."""
         recorder = request.course.recorder_at(0, self._config, self._rope)
         last: Companion | None = None
-        found = 0
+        found, rows = 0, _Waiting()
         while found < plan.usable:
             loaded = self._load(plan, found, held)
             if loaded is None:
@@ -218,13 +227,14 @@ class Prefixes:
             taken = (
                 self._share(request, loaded.handles, end)
                 if request.staged
-                else self._append(request, loaded.spans)
+                else self._append(request, rows, loaded.spans)
             )
             if not taken:
                 break
             if last is not None and recorder is not None:
                 last.replay(recorder, last.end, request.num_prompt)
             last, found = loaded.companion, found + 1
+        self._put(request, rows)
         if found:
             self._adopt(request, plan, found, last, recorder)
         return found
@@ -318,16 +328,30 @@ class Prefixes:
             and not (header.has_mass or header.has_counts or header.merged_end)
         )
 
-    def _append(self, request: Request, spans: Sequence[Span]) -> bool:
-        """Put a block behind what the lanes hold; False if pages are short."""
+    def _append(self, request: Request, rows: _Waiting, spans: Sequence[Span]) -> bool:
+        """Put a block behind what the lanes hold, with others that wait; False if pages are short."""
         assert request.seq is not None
-        if not self._lanes.reserve(request.seq, self.block):
+        if not self._lanes.reserve(request.seq, (len(rows.blocks) + 1) * self.block):
             return False
-        slots = torch.from_numpy(self._lanes.next_slots(request.seq, self.block))
-        for layer, span in zip(slots, spans, strict=True):
-            self._lanes.pool.put(layer.reshape(-1), self._storage.exact.decode(span).rows)
-        self._lanes.append(request.seq, self.block)
+        rows.blocks.append(spans)
+        if len(rows.blocks) == _TOGETHER:
+            self._put(request, rows)
         return True
+
+    def _put(self, request: Request, rows: _Waiting) -> None:
+        """Put blocks that wait into the lanes, which have room for them: one layer of all at once, since many
+        small writes take longer than the rows do."""
+        if not rows.blocks:
+            return
+        assert request.seq is not None
+        count = len(rows.blocks) * self.block
+        slots = torch.from_numpy(self._lanes.next_slots(request.seq, count))
+        for layer in range(self._config.num_layers):
+            found = [self._storage.exact.decode(spans[layer]).rows for spans in rows.blocks]
+            places = torch.cat([part.reshape(-1) for part in slots[layer].split(self.block, dim=1)])
+            self._lanes.pool.put(places, Stored.joined(found))
+        self._lanes.append(request.seq, count)
+        rows.blocks.clear()
 
     # Publishing
 
