@@ -287,6 +287,19 @@ def test_a_conversation_that_demotes_says_what_it_would_have_said(decoder):
     assert engine.tier_stats["copies_beside"] > 8
 
 
+@pytest.mark.parametrize("nbytes", [1 << 20, 24 << 10])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prompt_that_is_staged_says_what_it_would_have_said(seed, nbytes):
+    """What a chunk leaves is on its way while the next one is written to the same pages."""
+    decoder, said = tiny_decoder(num_layers=6), []
+    for beside in (False, True):
+        engine = tiny_engine(decoder, tiers=TierConfig(hot=hot_bytes(180), warm="8MiB"), prefill_chunk=8)
+        talk = Talk(with_copies(engine, seed, nbytes) if beside else engine, demoting("snapkv", 14))
+        said.append([talk.ask(turn, size)[0] for turn, size in enumerate((61, 30))])
+    assert said[0] == said[1]
+    assert engine.tier_stats["prompts_staged"] == 2 and engine.tier_stats["copies_beside"] > 8
+
+
 # Who has them
 
 

@@ -12,8 +12,8 @@ from triton_tools import HEAD_DIMS, INTERPRETED_ONLY  # before the kernels: it s
 
 from minikv.cache.compress import Compressor
 from minikv.cache.lanes import LaneStore
-from minikv.cache.pool import PagePool
-from minikv.config import EngineConfig
+from minikv.cache.pool import PagePool, page_bytes
+from minikv.config import EngineConfig, TierConfig
 from minikv.engine import Engine
 from minikv.kernels.backend import CPU
 from minikv.kernels.flashinfer import shares
@@ -70,27 +70,40 @@ class _OnDevice:
         return tuple(map(Distant, found))
 
 
-def talk(device, cache, kv_dtype, kind, make=TritonBackend, **changes):
+def talk(device, cache, kv_dtype, kind, make=TritonBackend, size=50, tiers=None, **changes):
     """Two turns of a conversation, the second after the pages moved; what was said."""
     config = TINY.__class__(**{**TINY.__dict__, "head_dim": HEAD_DIMS[0], **changes})
     decoder = Decoder(config, RandomWeights(config), make(device), kind)
     engine = Engine(
         decoder,
-        EngineConfig(debug_checks=True, prefill_chunk=32),
+        EngineConfig(debug_checks=True, prefill_chunk=32, tiers=tiers or TierConfig()),
         kv_dtype,
         16,
         (),
         entry_kernels=decoder.backend.entries,
         device=device,
     )
-    ids, lanes, said = prompt(50), Lanes(), []
+    ids, lanes, said = prompt(size), Lanes(), []
     for turn in range(2):
         (request,) = engine.add(ids, greedy(3), lanes=lanes, cache=cache)
         collector = drain(engine)
         assert collector.reason(request) == "length", collector.finished[request].message
         said.append(collector.tokens[request])
         ids = [*ids, *said[-1], *prompt(5, seed=turn)]
+    if tiers is not None:
+        assert engine.tier_stats["prompts_staged"] == 2
     return said, engine.store.pool
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.int8])
+def test_nothing_that_is_staged_is_left_behind(kv_dtype, monkeypatch):
+    cache = keep("adakv", 12, evicted="demote")
+    width = page_bytes(16, HEAD_DIMS[0], kv_dtype)
+    tiers = TierConfig(hot=width * 78, warm="64MiB", async_copies=False)
+    options = {"num_layers": 6, "size": 101, "tiers": tiers}
+    expected, _ = talk(CPU, cache, kv_dtype, "f32", **options)
+    with pretended_device(monkeypatch, KERNELS):
+        assert talk(DEVICE, cache, kv_dtype, "f32", **options)[0] == expected
 
 
 @pytest.mark.parametrize(
