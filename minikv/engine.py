@@ -372,8 +372,8 @@ class Engine:
         return True
 
     def _set_aside(self, request: Request) -> bool:
-        """Put what a staged request has computed below the pool, up to the last page that is full; False if
-        that ended the request."""
+        """Put what a staged request has computed below the pool, at the end of a page or of a block that it
+        shares; False if it ended or was set back for want of room."""
         seq, course = request.seq, request.course
         assert seq is not None
         if not self.store.areas.shared(seq) or request.num_computed % self.scheduler.unit_of(request):

@@ -60,13 +60,12 @@ def test_turns_of_a_conversation_larger_than_the_pool_say_what_they_would_in_a_l
     assert (small.engine.store.lengths[lanes[0].seq] == large.engine.store.lengths[lanes[1].seq]).all()
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 64])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 12])
 def test_chunks_of_any_size_give_the_same(decoder, chunk):
     expected, _ = run(engine_of(decoder, None), prompt(90, seed=1), demoting(budget=20))
     engine = engine_of(decoder, 16 * LANES, prefill_chunk=chunk)
     tokens, _ = run(engine, prompt(90, seed=1), demoting(budget=20))
-    assert staged(engine) == (chunk < 64)
-    assert chunk == 64 or tokens == expected
+    assert staged(engine) == 1 and tokens == expected
 
 
 def test_the_pool_is_never_passed_and_holds_little_beside_one_layer(decoder):
@@ -126,9 +125,9 @@ def test_a_prompt_that_is_taken_back_at_any_step_leaves_what_was_there(decoder, 
         talk.ask(0, 61)
         engine = talk.engine
         (request,) = engine.add(talk.history + prompt(40, seed=9), greedy(4), lanes=talk.lanes)
-        engine.abort(request) if talk is talks[0] else None
-        for _ in range(steps if talk is talks[1] else 0):
-            engine.step()
+        if talk is talks[1]:
+            for _ in range(steps):
+                engine.step()
         engine.abort(request)
         drain(engine)
         replies.append([talk.ask(1)[0], talk.ask(2)[0]])

@@ -35,8 +35,8 @@ class Starting:
         self._store, self._storage, self._swap, self._room, self._once = store, storage, swap, room, once
 
     def start(self, request: Request) -> bool:
-        """Give a request a sequence; False if what it was to go on from is lost, which changes how much room
-        it takes."""
+        """Give a request a sequence; False, with none given, if what was swapped of it is lost: it is then to
+        begin again, which takes other room."""
         if request.course.turns:
             return self._resume(request)
         way = self._room.way(request)
