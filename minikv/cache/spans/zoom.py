@@ -24,7 +24,7 @@ from minikv.cache.lanes import LaneStore
 from minikv.cache.pool import PagePool
 from minikv.cache.spans.codes import basis_entries, cells_of, centres, digits_of, first_of, unpack
 from minikv.cache.spans.router import Router
-from minikv.cache.spans.routing import MUTED, Zooming, choose, worth_of
+from minikv.cache.spans.routing import MUTED, Zooming, choose, exchanged, worth_of
 from minikv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,9 +124,12 @@ class Zoom:
         cells = Cells.of(self.start[layer], self.size[layer], cells_of(self._pool.dtype))
         others = self._others(batch, sequence, layer, q)
         worth = worth_of(self._scores(layer, q), cells.size, others)
-        held = self._held(layer)
-        zoomed = held.gather(1, cells.first.clamp(max=self._num_tokens - 1)) & (cells.size > 0)
-        self._change(layer, held, self._wanted(cells, choose(worth, cells.size, zoomed, self.zooming)))
+        zoomed = self._held(layer).gather(1, cells.first.clamp(max=self._num_tokens - 1)) & (cells.size > 0)
+        chosen = choose(worth, cells.size, zoomed, self.zooming)
+        free = self.zooming.rows - (self.owner[layer] >= 0).sum(dim=1)
+        most = self.zooming.moves * len(q)
+        entering, leaving = exchanged(chosen, zoomed, worth, cells.size, free, most, self.zooming)
+        self._change(layer, self._tokens(cells, entering), self._tokens(cells, leaving))
 
     def _scores(self, layer: int, q: Tensor) -> Tensor:
         """What single tokens of each cell would score by their codes: [kv_heads, queries, cells]."""
@@ -164,28 +167,27 @@ class Zoom:
         held = torch.zeros(len(owner), self._num_tokens + 1, dtype=torch.bool)
         return held.scatter_(1, owner + 1, True)[:, 1:]
 
-    def _wanted(self, cells: Cells, chosen: Tensor) -> Tensor:
-        """The tokens [kv_heads, num_tokens] bool of chosen cells."""
-        head, cell = chosen.nonzero().unbind(1)
+    def _tokens(self, cells: Cells, some: Tensor) -> Tensor:
+        """The tokens [kv_heads, num_tokens] bool of some cells."""
+        head, cell = some.nonzero().unbind(1)
         sizes = cells.size[head, cell]
         of = torch.arange(len(head)).repeat_interleave(sizes)
         within = torch.arange(len(of)) - (sizes.cumsum(0) - sizes)[of]
-        wanted = torch.zeros(len(chosen), self._num_tokens, dtype=torch.bool)
-        wanted[head[of], (cells.first[head, cell])[of] + within] = True
-        return wanted
+        tokens = torch.zeros(len(some), self._num_tokens, dtype=torch.bool)
+        tokens[head[of], (cells.first[head, cell])[of] + within] = True
+        return tokens
 
-    def _change(self, layer: int, held: Tensor, wanted: Tensor) -> None:
-        """Zoom in what is wanted of each KV head; where nothing is new, nothing leaves either."""
-        heads, tokens = (wanted & ~held).nonzero().unbind(1)
+    def _change(self, layer: int, entering: Tensor, leaving: Tensor) -> None:
+        """Zoom in and out tokens [kv_heads, num_tokens] bool."""
+        heads, tokens = entering.nonzero().unbind(1)
         if not len(heads):
             return
         owner = self.owner[layer]
-        entering = heads.bincount(minlength=len(owner))[:, None]
-        gone = (owner >= 0) & ~wanted.gather(1, owner.clamp(min=0)) & (entering > 0)
+        gone = (owner >= 0) & leaving.gather(1, owner.clamp(min=0))
         self._pool.log_mass.view(-1)[self.rows[layer][gone]] = -torch.inf
         owner[gone] = -1
         free = owner < 0
-        taken = free & (free.cumsum(1) <= entering)
+        taken = free & (free.cumsum(1) <= entering.sum(dim=1, keepdim=True))
         owner[taken] = tokens
         if self.put(layer, *taken.nonzero().unbind(1)):
             self.count(len(heads), 1)
