@@ -128,7 +128,7 @@ class Prefixes:
         if plan is None or (request.staged and not (self._stages and request.shares)):
             return
         if request.staged:
-            request.course.below = request.course.below or Below(self._storage)
+            request.course.below = request.course.below or Below(self._storage, name=request.name)
         held: list[Handle] = []
         try:
             found = self._take_over(request, plan, held)
