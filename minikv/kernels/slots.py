@@ -46,3 +46,7 @@ class SlotKernels(Protocol):
         products of errors with prototypes and their squares, over own rows and over all: [kv_heads, 2,
         slots, inner nodes] each."""
         ...
+
+    def alone(self) -> SlotKernels:
+        """The same by the calling thread, beside others that do so."""
+        ...

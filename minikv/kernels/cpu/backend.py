@@ -198,9 +198,18 @@ class CpuBackend:
         """See `AttentionBackend.slots`."""
         return CompiledSlots(self)
 
-    def run_slots(self, slots: SlotsStruct) -> None:
-        """Fill in what the structure's last pointers lead to."""
-        _check(self.library.mkv_slots(self.context, slots))
+    def run_slots(self, slots: SlotsStruct, single: bool = False) -> None:
+        """Fill in what the structure's last pointers lead to; single: on the calling thread, whatever else
+        the backend is used for at the time."""
+        if not single:
+            _check(self.library.mkv_slots(self.context, slots))
+            return
+        context = self.library.mkv_create(1, self.isa.encode())
+        _check(0 if context else 1)
+        try:
+            _check(self.library.mkv_slots(context, slots))
+        finally:
+            self.library.mkv_destroy(context)
 
     def _pool_struct(self, pool: PagePool) -> PoolStruct:
         # A pool's tensors stay where they are, and an engine has one pool.

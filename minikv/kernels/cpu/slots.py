@@ -21,9 +21,15 @@ _VECTOR = 8
 
 @dataclass(frozen=True)
 class CompiledSlots:
-    """A `SlotKernels` on the threads of a backend, used by whoever uses that."""
+    """A `SlotKernels` on the threads of a backend, used by whoever uses that; with `single`, on the calling
+    thread, by any number of them."""
 
     backend: CpuBackend
+    single: bool = False
+
+    def alone(self) -> CompiledSlots:
+        """See `SlotKernels.alone`."""
+        return CompiledSlots(self.backend, single=True)
 
     def sums_of_slots(self, given: SlotInput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See `SlotKernels.sums_of_slots`."""
@@ -64,7 +70,8 @@ class CompiledSlots:
         sizes = (kv_heads, group, width, entries, slots, rows, own, lanes, given.queries.shape[1] // group)
         strides = (*given.cos.shape, keys.stride(0), values.stride(0))
         back = 1 / given.attention_factor**2
-        self.backend.run_slots(SlotsStruct(*sizes, *strides, back, *(each.data_ptr() for each in tensors)))
+        struct = SlotsStruct(*sizes, *strides, back, *(each.data_ptr() for each in tensors))
+        self.backend.run_slots(struct, self.single)
         return out
 
 
