@@ -166,6 +166,7 @@ class Spoilt:
 
     def __init__(self, backend: CpuBackend):
         self.slots = backend.slots
+        self.look = backend.slots.look
 
     def sums_of_slots(self, given: SlotInput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         out = given.counts == 0
