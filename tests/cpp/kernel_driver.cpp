@@ -26,6 +26,7 @@ int mkv_attend(Context*, const Model*, const Pool*, const Batch*, const float*, 
 int mkv_linear(Context*, const Matrix*, const float*, int, float*);
 int mkv_logits(Context*, const Matrix*, const float*, const int64_t*, int, const float*, float, float*, int32_t*);
 int mkv_slots(Context*, const Slots*);
+int mkv_look(Context*, const Looks*);
 int mkv_zoom(Context*, const Model*, const Pool*, const Batch*, const float*, int);
 void mkv_pack(int, const uint8_t*, int, int, const int32_t*, uint8_t*);
 }
@@ -450,6 +451,7 @@ void two_callers(Bench& bench) {
 
 }  // namespace
 
+#include "look_cases.h"
 #include "zoom_cases.h"
 
 int main(int count, char** arguments) {
@@ -471,6 +473,7 @@ int main(int count, char** arguments) {
       attentions(bench);
       whole_layers(bench);
       slots(bench);
+      looks(bench);
       choices(bench);
       zooming_layers(bench);
       short_lived_teams(bench);
