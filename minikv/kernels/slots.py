@@ -19,7 +19,7 @@ class SlotInput:
     attention: [kv_heads, group, q, n]. outputs: [kv_heads, group, q, head_dim]. weights: [q].
     queries: [kv_heads, group * c, head_dim], scaled; normalisers: [kv_heads, group * c, 1]; pools: how many
         of a head's c queries each of the first rows, the own, is made of.
-    roots: [kv_heads, group, head_dim, head_dim].
+    roots: [kv_heads, group, head_dim, head_dim], 0 above the diagonal.
     """
 
     keys: Tensor

@@ -171,7 +171,7 @@ struct Slots {
   const float* query_rows;             // [query_heads][queries][head_dim]
   const float* normalisers;            // [query_heads][queries]
   const float* origins;                // [kv_heads][head_dim], from where values are measured
-  const float* roots;                  // [query_heads][head_dim][head_dim], of output projections
+  const float* roots;                  // [query_heads][head_dim][head_dim], lower triangles
   const float* outputs;                // [query_heads][head_dim][lanes], projected
   const float* out_squares;            // [query_heads][lanes]
   float* drop;                         // [kv_heads][slots][127]

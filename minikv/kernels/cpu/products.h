@@ -20,7 +20,7 @@ template <int M, int V, bool Add>
 static inline void product_tile(Floats a, int depth, Floats b, float* c, size_t stride) {
   F8 acc[M][V];
   for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) acc[m][v] = Add ? f8_load(c + m * stride + 8 * v) : f8_zero();
+    for (int v = 0; v < V; v++) acc[m][v] = f8_zero();
   for (int k = 0; k < depth; k++) {
     F8 column[V];
     for (int v = 0; v < V; v++) column[v] = f8_load(b.at + k * b.stride + 8 * v);
@@ -30,7 +30,10 @@ static inline void product_tile(Floats a, int depth, Floats b, float* c, size_t 
     }
   }
   for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) f8_store(c + m * stride + 8 * v, acc[m][v]);
+    for (int v = 0; v < V; v++) {
+      float* to = c + m * stride + 8 * v;
+      f8_store(to, Add ? f8_load(to) + acc[m][v] : acc[m][v]);
+    }
 }
 
 template <int M, bool Add>
@@ -55,6 +58,14 @@ static void product(Floats a, int rows, int depth, Floats b, float* c, size_t st
 // The same of matrices whose rows follow each other.
 static void product(const float* a, int rows, int depth, const float* b, float* c, int width) {
   product({a, (size_t)depth}, rows, depth, {b, (size_t)width}, c, (size_t)width, width);
+}
+
+// The same where b [depth][depth] has nothing above its diagonal.
+static void product_below(const float* a, int rows, int depth, const float* b, float* c) {
+  const size_t stride = depth;
+  for (int n = 0; n < depth; n += 8 * kProductVectors)
+    product({a + n, stride}, rows, depth - n, {b + n * stride + n, stride}, c + n, stride,
+            std::min(8 * kProductVectors, depth - n));
 }
 
 }  // namespace MKV_NAMESPACE

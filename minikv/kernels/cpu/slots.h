@@ -381,7 +381,7 @@ static void slot_sums(const Slots& s, float* scratch, int item) {
   for (int h = 0; h < s.group; h++) {
     const size_t head = (size_t)lane * s.group + h;
     const float* attention = w.attention + h * s.lanes;
-    product(w.centred, kSlot, s.head_dim, s.roots + head * s.head_dim * s.head_dim, w.projected, s.head_dim);
+    product_below(w.centred, kSlot, s.head_dim, s.roots + head * s.head_dim * s.head_dim, w.projected);
     leaf_forms(s, w, head, attention);
     value_masses(s, w, attention);
     add_squares(s, w);
