@@ -55,8 +55,8 @@ class FlashInferBackend(TritonBackend):
 
     name = "flashinfer"
 
-    def __init__(self, library: Any, device: torch.device = CPU):
-        super().__init__(device)
+    def __init__(self, library: Any, device: torch.device = CPU, threads: int = 1):
+        super().__init__(device, threads)
         self._runs = Runs(library, device)
         self._said: set[str] = set()
         self._broken = False
