@@ -10,6 +10,9 @@ Usage: python benchmarks/bench_accuracy.py [--llama] [--model NAME] [--tokens N]
 
 from __future__ import annotations
 
+# Before torch, to which it says how threads wait.
+import minikv  # noqa: F401  # isort: skip
+
 import argparse
 import json
 from collections.abc import Mapping

@@ -9,6 +9,9 @@ Usage: python benchmarks/bench_large_cache.py [--tokens N] [--policies P,Q] [--b
 
 from __future__ import annotations
 
+# Before torch, to which it says how threads wait.
+import minikv  # noqa: F401  # isort: skip
+
 import argparse
 import json
 import resource

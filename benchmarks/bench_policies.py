@@ -12,6 +12,9 @@ Usage: python benchmarks/bench_policies.py [--samples N] [--length N] [--budgets
 
 from __future__ import annotations
 
+# Before torch, to which it says how threads wait.
+import minikv  # noqa: F401  # isort: skip
+
 # kvpress patches transformers when it is imported, so it comes first.
 import kvpress_side  # isort: skip
 

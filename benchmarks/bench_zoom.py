@@ -10,10 +10,13 @@ Usage: python benchmarks/bench_zoom.py [--model NAME | --shape qwen2.5-0.5b] [--
 
 from __future__ import annotations
 
+# Before torch, to which it says how threads wait.
+import minikv  # noqa: F401  # isort: skip
+
 import argparse
 import json
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -96,12 +99,14 @@ class Pair:
 def random_pair(options: argparse.Namespace) -> Pair:
     """Random weights of a shape, over random rows."""
     kernels = CpuBackend(options.threads)
+    # A longer context than the shape's own is no matter where nothing is text.
+    shape = replace(QWEN, max_context=max(QWEN.max_context, room(options)))
     loaded = LoadedModel(
         "random",
-        QWEN,
+        shape,
         None,  # type: ignore[arg-type]  # nothing here is text
         "0" * 64,
-        PackedDecoder(QWEN, RandomSource(QWEN), kernels, "q4"),
+        PackedDecoder(shape, RandomSource(shape), kernels, "q4"),
         kernels,
         "",
         torch.float16,

@@ -30,7 +30,6 @@ from minikv.sessions.identity import identity_of
 from minikv.sessions.load import load_session
 from minikv.sessions.save import save_session
 from minikv.text.spans import content_end
-from minikv.threads import warn_if_threads_spin
 
 
 class _NoMore:
@@ -97,7 +96,6 @@ class LLM:
         progress: bool = False,
     ):
         started = time.perf_counter()
-        warn_if_threads_spin()
         cache, tiers = cache or CacheConfig(), tiers or TierConfig()
         config = EngineConfig(
             max_seqs, max_batch_tokens, prefill_chunk, max_context, cache=cache, tiers=tiers

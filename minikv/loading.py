@@ -18,7 +18,7 @@ from minikv.models.graphs import CudaGraphs
 from minikv.models.packed_decoder import PackedDecoder
 from minikv.models.sources import OpenModel, open_model, resolve_model
 from minikv.text.tokenizer import Tokenizer
-from minikv.threads import default_threads
+from minikv.threads import default_threads, warn_if_threads_spin
 
 MAX_THREADS = 256
 
@@ -68,6 +68,7 @@ def load_model(
     Raises ModelError when the model cannot be used, or its weights need more than `free_bytes` or than a
     device has free, and ConfigError for an option that cannot be.
     """
+    warn_if_threads_spin()
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model must be a name or a path, not {shown(model)}.")
     if threads is not None:

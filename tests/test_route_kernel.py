@@ -13,7 +13,7 @@ from torch import Tensor
 from zooming import LAYERS, Sequence, Shape, batch_of, pool_for
 
 from minikv.cache.spans.codes import cells_of
-from minikv.cache.spans.routing import choose, worth_of
+from minikv.cache.spans.routing import choose, exchanged, worth_of
 from minikv.cache.spans.zoom import Cells
 from minikv.config import CacheConfig, EngineConfig, TierConfig
 from minikv.engine import Engine
@@ -31,6 +31,10 @@ SHAPES = {
     "more rows than tokens": Shape(spans=5, rows=150),
     "shared cells": Shape(longest=60, spans=30),
     "shared cells and few rows": Shape(longest=70, spans=30, rows=9),
+    "few moves": Shape(moves=3),
+    "one move": Shape(rows=20, moves=1),
+    "no moves": Shape(rows=30, moves=0),
+    "shared cells and few moves": Shape(longest=70, spans=30, rows=40, moves=4),
     "router": Shape(router=True),
     "no group": Shape(group=1, heads=2),
     "group of seven": Shape(group=7, heads=2),
@@ -64,10 +68,11 @@ class Expected:
         self.before = tokens_held(zoom.owner[layer], one.num_tokens)
         held = self.before.gather(1, self.cells.first.clamp(max=one.num_tokens - 1)) & (self.cells.size > 0)
         chosen = choose(worth, self.cells.size, held, zoom.zooming)
-        self.after = zoom._wanted(self.cells, chosen)
-        nothing_new = ~(self.after & ~self.before).any(dim=1, keepdim=True)
-        self.after = torch.where(nothing_new, self.before, self.after)
-        self.rank = torch.where(held, worth * zoom.zooming.hold, worth)
+        free = zoom.zooming.rows - self.before.sum(dim=1)
+        most = zoom.zooming.moves * len(q)
+        entering, leaving = exchanged(chosen, held, worth, self.cells.size, free, most, zoom.zooming)
+        self.after = self.before & ~zoom._tokens(self.cells, leaving) | zoom._tokens(self.cells, entering)
+        self.rank = torch.where(held & (worth >= zoom.zooming.least), worth * zoom.zooming.hold, worth)
         self.least = zoom.zooming.least
 
     def check(self, found: Tensor) -> None:

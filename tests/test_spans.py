@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minikv.cache.spans.routing import Zooming, choose, worth_of
+from minikv.cache.spans.routing import Zooming, choose, exchanged, worth_of
 from minikv.cache.spans.segments import Cutting, anchors, segments
 
 
@@ -85,7 +85,7 @@ def test_a_choice_takes_the_best_that_fit(seed, count, rows, largest):
     worth = torch.rand(3, count, generator=random)
     sizes = torch.randint(0, largest + 1, (3, count), generator=random)
     zoomed = torch.rand(3, count, generator=random) < 0.3
-    chosen = choose(worth, sizes, zoomed, Zooming(rows, 1.5, 0.1))
+    chosen = choose(worth, sizes, zoomed, Zooming(rows, hold=1.5, least=0.1))
     assert not (chosen & ((sizes == 0) | (worth < 0.1))).any()
     assert bool(((sizes * chosen).sum(1) <= rows).all())
     rank = torch.where(zoomed, 1.5 * worth, worth)
@@ -99,9 +99,64 @@ def test_a_choice_takes_the_best_that_fit(seed, count, rows, largest):
 
 
 def test_a_zoomed_cell_stays_while_it_earns_its_place():
-    sizes, zoomed, zooming = torch.tensor([[4, 4]]), torch.tensor([[True, False]]), Zooming(4, 1.5, 0.0)
+    sizes, zoomed, zooming = (
+        torch.tensor([[4, 4]]),
+        torch.tensor([[True, False]]),
+        Zooming(4, hold=1.5, least=0.0),
+    )
     assert choose(torch.tensor([[0.2, 0.25]]), sizes, zoomed, zooming).tolist() == [[True, False]]
     assert choose(torch.tensor([[0.2, 0.35]]), sizes, zoomed, zooming).tolist() == [[False, True]]
+
+
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 40),
+    st.integers(1, 60),
+    st.integers(0, 20),
+    st.sampled_from([1, 3]),
+)
+def test_no_more_change_places_than_may(seed, count, rows, most, largest):
+    random = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(0, largest + 1, (3, count), generator=random)
+    zooming = Zooming(rows, most, 1.5, 0.1)
+    held = torch.zeros(3, count, dtype=torch.bool)
+    for _ in range(4):
+        worth = torch.rand(3, count, generator=random)
+        chosen = choose(worth, sizes, held, zooming)
+        free = rows - (sizes * held).sum(1)
+        entering, leaving = exchanged(chosen, held, worth, sizes, free, most, zooming)
+        assert not (entering & (held | ~chosen)).any()
+        assert not (leaving & (chosen | ~held)).any()
+        came, went = ((sizes * part).sum(1) for part in (entering, leaving))
+        cells = entering.sum(1)
+        assert bool((came <= free.clamp(min=0) + most)[cells > 1].all())
+        assert bool((cells > 0).eq((chosen & ~held).any(1)).all()), "something better waits for ever"
+        # Only as many leave as is needed, and those that are worth least.
+        assert bool((went < (came - free).clamp(min=0) + largest).all())
+        rank = torch.where(worth >= 0.1, 1.5 * worth, worth)
+        for lane in range(3):
+            waits, stays = (
+                chosen[lane] & ~held[lane] & ~entering[lane],
+                held[lane] & ~chosen[lane] & ~leaving[lane],
+            )
+            if waits.any() and entering[lane].any():
+                assert worth[lane][waits].max() <= worth[lane][entering[lane]].min()
+            if stays.any() and leaving[lane].any():
+                assert rank[lane][stays].min() >= rank[lane][leaving[lane]].max()
+        held = held & ~leaving | entering
+        assert bool(((sizes * held).sum(1) <= rows).all())
+
+
+def test_without_a_limit_the_chosen_are_there_at_once():
+    random = torch.Generator().manual_seed(0)
+    sizes, zooming = torch.ones(2, 50, dtype=torch.int64), Zooming(20, 50, 1.5, 0.0)
+    held = torch.zeros(2, 50, dtype=torch.bool)
+    for _ in range(5):
+        worth = torch.rand(2, 50, generator=random)
+        chosen = choose(worth, sizes, held, zooming)
+        entering, leaving = exchanged(chosen, held, worth, sizes, 20 - held.sum(1), zooming.moves, zooming)
+        held = held & ~leaving | entering
+        assert torch.equal(held, chosen)
 
 
 def test_worths_are_shares_of_all_that_is_seen():

@@ -37,6 +37,7 @@ class Shape:
     spans: int = 60
     longest: int = 24
     rows: int = 90
+    moves: int = 1000
     router: bool = False
     parts: int = 1
 
@@ -135,7 +136,7 @@ class Sequence:
         assert self.below.basis is not None
         pool.write_rows(zoom.meaning, *self.below.basis.rows().chunk(2, dim=-1))
         zoom.owner = torch.full(zoom.rows.shape, -1)
-        zoom.zooming = Zooming(shape.rows, least=1e-4)
+        zoom.zooming = Zooming(shape.rows, shape.moves, least=1e-4)
         return zoom
 
     def queries(self, count: int) -> Tensor:

@@ -227,5 +227,5 @@ def recall_of(router: Router, lesson: Lesson) -> float:
 
     worth, true = of_heads((scores - total[..., None]).exp()), of_heads(lesson.masses)
     none = torch.zeros_like(worth, dtype=torch.bool)
-    chosen = choose(worth, lesson.sizes.expand_as(worth), none, Zooming(lesson.rows, 1.0, 0.0))
+    chosen = choose(worth, lesson.sizes.expand_as(worth), none, Zooming(lesson.rows, hold=1.0, least=0.0))
     return float((true * chosen).sum() / true.sum())

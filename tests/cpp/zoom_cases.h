@@ -5,7 +5,7 @@ namespace {
 
 struct ZoomShape {
   const char* name;
-  int kv_heads, group, head_dim, spans, longest, rows;
+  int kv_heads, group, head_dim, spans, longest, rows, moves;
   bool router, at_hand;
 };
 
@@ -149,7 +149,7 @@ Zoomed random_zoomed(Random& random, const Model& m, int kind, const ZoomShape& 
   for (int sequence : {0, 2}) z.spans.push_back(random_spans(random, m, l, sequence, shape, beside));
   for (int i = 0; i < 2; i++) {
     Spans& s = z.spans[i];
-    z.zooms.push_back({2 * i, 0, shape.spans, shape.rows, basis, digits_of(kind), shape.rows, beside,
+    z.zooms.push_back({2 * i, 0, shape.spans, shape.rows, basis, digits_of(kind), shape.rows, shape.moves, beside,
                        shape.spans, 2, 1.5f, 1e-4f, s.starts.data(), s.sizes.data(), s.slots.data(), s.area.data(),
                        s.basis.data(), s.owners.data(), s.cells.data(), shape.router ? s.scale.data() : nullptr,
                        shape.router ? s.bias.data() : nullptr, s.sources.data(), s.at_hand.data(),
@@ -173,10 +173,10 @@ Floats zoomed_in(const Zoomed& z) {
   return out;
 }
 
-const ZoomShape kZoomShapes[] = {{"plain", 2, 3, 64, 40, 24, 60, false, true},
-                                 {"few", 1, 7, 64, 30, 60, 9, true, true},
-                                 {"small", 3, 1, 16, 21, 8, 40, false, true},
-                                 {"odd", 1, 2, 80, 17, 30, 300, true, true}};
+const ZoomShape kZoomShapes[] = {{"plain", 2, 3, 64, 40, 24, 60, 60, false, true},
+                                 {"few", 1, 7, 64, 30, 60, 9, 3, true, true},
+                                 {"small", 3, 1, 16, 21, 8, 40, 1, false, true},
+                                 {"odd", 1, 2, 80, 17, 30, 300, 20, true, true}};
 
 void choices(Bench& bench) {
   uint64_t seed = 20;
@@ -220,7 +220,7 @@ void zooming_layers(Bench& bench) {
   const Stack stack = random_stack(own, {"", 96, 160, kF32, kF32, kF32, kF32, false, 0});
   for (int kind = 0; kind < 4; kind++)
     for (bool at_hand : {true, false}) {
-      const ZoomShape shape{"", stack.model.kv_heads, 3, stack.model.head_dim, 40, 30, 50, true, at_hand};
+      const ZoomShape shape{"", stack.model.kv_heads, 3, stack.model.head_dim, 40, 30, 50, 10, true, at_hand};
       const std::string name = std::string("zooming-") + (at_hand ? "near-" : "far-") + std::to_string(kind);
       bench.check(name, std::max(kRounding[kind], 1e-4f), [&](Context* c) {
         Random random(40 + kind);

@@ -28,7 +28,7 @@ from minikv.cache.lanes import LaneStore
 from minikv.cache.pool import HOST
 from minikv.cache.spans.codes import basis_entries, cells_of, centres, digits_of, first_of, unpack
 from minikv.cache.spans.router import Router
-from minikv.cache.spans.routing import MUTED, Zooming, choose, worth_of
+from minikv.cache.spans.routing import MUTED, Zooming, choose, exchanged, worth_of
 
 if TYPE_CHECKING:
     from minikv.cache.tiers.below import Below
@@ -130,9 +130,12 @@ class Zoom:
         cells = Cells.of(self.start[layer], self.size[layer], cells_of(self._pool.dtype))
         others = self._others(batch, sequence, layer, q)
         worth = worth_of(self._scores(layer, q), cells.size, others)
-        held = self._held(layer)
-        zoomed = held.gather(1, cells.first.clamp(max=self._num_tokens - 1)) & (cells.size > 0)
-        return self._change(layer, held, self._wanted(cells, choose(worth, cells.size, zoomed, self.zooming)))
+        zoomed = self._held(layer).gather(1, cells.first.clamp(max=self._num_tokens - 1)) & (cells.size > 0)
+        chosen = choose(worth, cells.size, zoomed, self.zooming)
+        free = self.zooming.rows - (self.owner[layer] >= 0).sum(dim=1)
+        most = self.zooming.moves * len(q)
+        entering, leaving = exchanged(chosen, zoomed, worth, cells.size, free, most, self.zooming)
+        return self._change(layer, self._tokens(cells, entering), self._tokens(cells, leaving))
 
     def enter(self, layer: int, entering: Tensor) -> None:
         """Zoom in what `decide` said, which is on the host by now."""
@@ -177,24 +180,23 @@ class Zoom:
         held = owner.new_zeros(len(owner), self._num_tokens + 1, dtype=torch.bool)
         return held.scatter_(1, owner + 1, True)[:, 1:]
 
-    def _wanted(self, cells: Cells, chosen: Tensor) -> Tensor:
-        """The tokens [kv_heads, num_tokens] bool of chosen cells."""
-        edges = torch.zeros(len(chosen), self._num_tokens + 1, dtype=torch.int32, device=chosen.device)
-        edges.scatter_add_(1, cells.first, chosen.int())
-        edges.scatter_add_(1, cells.first + cells.size, -chosen.int())
+    def _tokens(self, cells: Cells, some: Tensor) -> Tensor:
+        """The tokens [kv_heads, num_tokens] bool of some cells."""
+        edges = torch.zeros(len(some), self._num_tokens + 1, dtype=torch.int32, device=some.device)
+        edges.scatter_add_(1, cells.first, some.int())
+        edges.scatter_add_(1, cells.first + cells.size, -some.int())
         return edges.cumsum(1)[:, :-1] > 0
 
-    def _change(self, layer: int, held: Tensor, wanted: Tensor) -> Tensor:
-        """Give rows to what is wanted of each KV head, in order; where nothing is new, nothing leaves either.
-        See `decide` for what it returns."""
+    def _change(self, layer: int, entering: Tensor, leaving: Tensor) -> Tensor:
+        """Let tokens [kv_heads, num_tokens] bool leave their rows and others take rows that are free, in order;
+        see `decide` for what it returns."""
         owner, rows, mass = self.owner[layer], self.rows[layer], self._pool.log_mass.view(-1)
-        order = (wanted & ~held).cumsum(1)  # of new tokens
-        entering = order[:, -1:]
-        gone = (owner >= 0) & ~wanted.gather(1, owner.clamp(min=0)) & (entering > 0)
+        gone = (owner >= 0) & leaving.gather(1, owner.clamp(min=0))
         mass[rows] = mass[rows].masked_fill(gone, -torch.inf)
         free = (owner < 0) | gone
-        number = free.cumsum(1)  # the free row of this number takes the new token of it
-        taken = free & (number <= entering)
+        # The free row of some number takes the token of that number.
+        number, order = free.cumsum(1), entering.cumsum(1)
+        taken = free & (number <= order[:, -1:])
         tokens = torch.where(taken, torch.searchsorted(order, number), -1)
         self.owner[layer] = torch.where(free, tokens, owner)
         return tokens

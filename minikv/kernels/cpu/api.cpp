@@ -265,7 +265,7 @@ void run_layers(Context& c, const Model* m, const Pool* p, const Batch* b, float
 #define MKV_API extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of a structure or signature here.
-MKV_API int mkv_version() { return 10; }
+MKV_API int mkv_version() { return 11; }
 
 // Name of the i-th supported instruction set, best first; null past the end.
 MKV_API const char* mkv_isa(int i) {

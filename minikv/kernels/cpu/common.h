@@ -110,7 +110,7 @@ struct Source {
 
 // What a sequence of a batch may zoom in (route.h); see the Python object of that name.
 struct Zoom {
-  int32_t sequence, off, spans, rows, basis_entries, digits, most, beside, groups, parts;
+  int32_t sequence, off, spans, rows, basis_entries, digits, most, moves, beside, groups, parts;
   float hold, least;
   const int64_t *starts, *sizes, *slots;  // [layers][kv_heads][spans]; no tokens where there is no span
   const int64_t* area;                    // [layers][kv_heads][rows], slots

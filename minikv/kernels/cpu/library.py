@@ -8,7 +8,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 # Must be equal to `mkv_version` in api.cpp.
-VERSION = 10
+VERSION = 11
 
 
 class MatrixStruct(Structure):
@@ -113,6 +113,7 @@ class ZoomStruct(Structure):
                 "basis_entries",
                 "digits",
                 "most",
+                "moves",
                 "beside",
                 "groups",
                 "parts",

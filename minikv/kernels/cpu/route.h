@@ -4,7 +4,7 @@
 
 namespace MKV_NAMESPACE {
 
-enum ZoomFlag : uint8_t { kHeld = 1, kChosen = 2 };
+enum ZoomFlag : uint8_t { kHeld = 1, kChosen = 2, kListed = 4, kLeaving = 8 };
 
 static inline uint32_t cell_of(uint64_t key) { return ~(uint32_t)key; }
 
@@ -107,7 +107,52 @@ static void copy_row(const Run& run, const Zoom& z, int layer, int head, int64_t
   else pool.masses[slot] = 0;
 }
 
-// Gives rows of the area to the chosen cells, if there is one among them that has none.
+// How many cells of highest rank have at most so many tokens, but for the first, by the front of `keys`; `tokens`
+// says how many these have. Every cell has one at least, so no more than `most` are sorted.
+static int best_that_fit(const ZoomRoom& room, uint64_t* keys, int count, int64_t most, int64_t& tokens) {
+  tokens = 0;
+  for (int i = 0; i < count; i++) tokens += (int64_t)room.sizes[cell_of(keys[i])];
+  if (count == 1 || tokens <= most) return count;
+  const int sorted = (int)std::max<int64_t>(1, std::min<int64_t>(count, most));
+  std::partial_sort(keys, keys + sorted, keys + count, std::greater<uint64_t>());
+  int fit = 0;
+  for (tokens = 0; fit < sorted; fit++) {
+    const int64_t more = (int64_t)room.sizes[cell_of(keys[fit])];
+    if (fit && tokens + more > most) break;
+    tokens += more;
+  }
+  return fit;
+}
+
+// Frees at least so many rows, of cells that are not chosen, those of the lowest rank first. keys: room for them.
+static void free_rows(const Run& run, const Zoom& z, const ZoomRoom& room, size_t lane, uint64_t* keys, int64_t needed) {
+  const int64_t* area = z.area + lane * z.rows;
+  int64_t* owners = z.owners + lane * z.rows;
+  const int32_t* owned = z.cells + lane * z.rows;
+  int count = 0;
+  for (int row = 0; row < z.rows; row++) {
+    if (owners[row] < 0) continue;
+    uint8_t& flags = room.flags[owned[row]];
+    if (flags & (kChosen | kListed)) continue;
+    flags |= kListed;
+    keys[count++] = (uint64_t)bits_of(room.worth[owned[row]]) << 32 | ~(uint32_t)owned[row];
+  }
+  const int sorted = (int)std::min<int64_t>(count, needed);
+  std::partial_sort(keys, keys + sorted, keys + count);
+  for (int i = 0; i < sorted && needed > 0; i++) {
+    const uint32_t cell = cell_of(keys[i]);
+    room.flags[cell] |= kLeaving;
+    needed -= (int64_t)room.sizes[cell];
+  }
+  for (int row = 0; row < z.rows; row++) {
+    if (owners[row] < 0 || !(room.flags[owned[row]] & kLeaving)) continue;
+    run.pool->masses[area[row]] = -std::numeric_limits<float>::infinity();
+    owners[row] = -1;
+  }
+}
+
+// Gives rows of the area to the best of the chosen cells that have none: rows that are free, and at most `moves` of
+// others for each row of queries.
 template <class KV>
 static void change_rows(const Run& run, const Zoom& z, const ZoomRoom& room, int layer, int head, int chosen) {
   const size_t lane = (size_t)layer * run.model->kv_heads + head;
@@ -121,11 +166,11 @@ static void change_rows(const Run& run, const Zoom& z, const ZoomRoom& room, int
     flags |= kChosen;
   }
   if (!entering) return;
-  for (int row = 0; row < z.rows; row++) {
-    if (owners[row] < 0 || room.flags[owned[row]] & kChosen) continue;
-    run.pool->masses[area[row]] = -std::numeric_limits<float>::infinity();
-    owners[row] = -1;
-  }
+  const int64_t free = z.most - std::count_if(owners, owners + z.rows, [](int64_t token) { return token >= 0; });
+  const int64_t rows = room.rows / (run.model->query_heads / run.model->kv_heads);
+  int64_t tokens;
+  entering = best_that_fit(room, room.keys, entering, free + z.moves * rows, tokens);
+  if (tokens > free) free_rows(run, z, room, lane, room.keys + entering, tokens - free);
   std::sort(room.keys, room.keys + entering, [](uint64_t a, uint64_t b) { return cell_of(a) < cell_of(b); });
   const int cells = kCells * z.digits;
   int row = 0, count = 0;

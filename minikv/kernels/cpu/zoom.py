@@ -41,7 +41,8 @@ class CompiledZoom:
             numbers = [t.float().contiguous() for t in (zoom.router.scale, zoom.router.bias)]
             self._tensors += numbers
             router = [t.data_ptr() for t in numbers]
-        counts = (spans, rows, zoom.meaning.shape[-1], zoom.digits, zoom.zooming.rows, zoom.beside)
+        chosen = (zoom.zooming.rows, zoom.zooming.moves)
+        counts = (spans, rows, zoom.meaning.shape[-1], zoom.digits, *chosen, zoom.beside)
         self.struct = ZoomStruct(
             0,
             0,
