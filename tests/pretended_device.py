@@ -149,7 +149,7 @@ def pretended_device(monkeypatch, kernels: dict[object, tuple[str, ...]]):
 
 
 class NearBackend(TorchBackend):
-    """Plain torch on what the device's tensors really are, in the place of kernels: for what is around them."""
+    """Plain torch on what the device's tensors really are, in the place of kernels."""
 
     page_size = 16
     device = DEVICE

@@ -1,5 +1,5 @@
-"""Policy sekv on a device that is only pretended: nothing is left behind or looked at, and all is said as on the
-host."""
+"""Policy sekv on a device that is only pretended: nothing is left behind, the host waits for no more than it
+must, and all is said as on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from minikv.cache.spans.zoom import Routing, Zoom
 from minikv.config import EngineConfig, TierConfig
 from minikv.engine import Engine
 from minikv.kernels.backend import CPU
-from minikv.kernels.batch import Batch
 from minikv.kernels.torch_cpu import TorchBackend
 from minikv.models.decoder import Decoder
 from minikv.scheduler.request import Lanes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from cli_tools import write_tiny_model
 from demoting import demoting
 from keeping import LANES, keep, pages

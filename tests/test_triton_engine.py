@@ -146,3 +146,5 @@ def test_the_benchmark_for_devices_runs():
     done = subprocess.run([sys.executable, script, "--tiny"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "of copy" in done.stdout and "end to end" in done.stdout
+    zoomed = next(line for line in done.stdout.splitlines() if line.split()[:1] == ["sekv"])
+    assert int(zoomed.split()[-1]) > 0

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zooming import Sequence, Shape
+from zooming import LAYERS, Sequence, Shape, batch_of
 
+from minikv.cache.spans import zoom as module
 from minikv.cache.spans.zoom import Cells
 
 ONE = Sequence(Shape(heads=3, group=1, head_dim=16, spans=9, rows=70), seed=5)
@@ -55,3 +56,16 @@ def test_the_tokens_of_cells_are_all_that_lie_in_them(cells):
         first = int(of.first[head, cell])
         expected[head, first : first + int(of.size[head, cell])] = True
     assert expected.any() and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("router", [False, True])
+def test_a_few_heads_at_a_time_choose_what_all_at_once_would(router, monkeypatch):
+    shape, seen = Shape(heads=5, group=2, rows=30, router=router), []
+    for most in (module.MOST_NUMBERS, 1, 2 * (60 * 24) * (3 * 2 + 64)):
+        monkeypatch.setattr(module, "MOST_NUMBERS", most)
+        one = Sequence(shape, seed=7)
+        one.write_new(3)
+        batch, q = batch_of([one], [3]), one.queries(3)
+        seen.append([one.zoom.decide(batch, 0, layer, q) for layer in range(LAYERS)])
+    assert bool((seen[0][0] >= 0).any())
+    assert all(map(torch.equal, seen[0], seen[1])) and all(map(torch.equal, seen[0], seen[2]))

@@ -16,7 +16,7 @@ from torch import Tensor
 # Part of what is kept with an estimate, so that others are not taken for it.
 ESTIMATE = "first 4096 or a twelfth, last 256"
 
-# Rows [n] int64 and ids [k] int64, ascending, to logits [n, k] float32, which may be on a device: sums are then
+# Rows [n] int64 and ids [k] int64, ascending, to logits [n, k] float32. Where these are on a device, sums are
 # taken there, and one number a row comes to the host.
 LogitsOf = Callable[[Tensor, Tensor], Tensor]
 

@@ -105,9 +105,9 @@ class Decoder:
 
     @torch.inference_mode()
     def some_logits(self, hidden: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-        """The columns ids [k] int64, ascending, of `logits`, on the decoder's device; but for rounding where the
-        head is the table of inputs, whose rows can be had one by one. Other heads are packed as a whole, but on a
-        device."""
+        """The columns ids [k] int64, ascending, of `logits`, on the decoder's device; but for rounding where
+        the head is the table of inputs or on a device, whose rows can be had one by one. Other heads are
+        packed as a whole."""
         if not len(ids):
             return torch.empty(len(rows), 0, device=self.device)
         if isinstance(self.head, DeviceLinear):

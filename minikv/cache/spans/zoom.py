@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from minikv.cache.tiers.below import Below
     from minikv.kernels.batch import Batch
 
+MOST_NUMBERS = 1 << 25
+"""Of codes and scores that are made at once: those of as many KV heads as that allows, at least one."""
+
+_ALL = slice(None)
+
 
 @dataclass
 class Counters:
@@ -64,12 +69,11 @@ class Cells:
 class Zoom:
     """The spans of one sequence, as its lanes are now; to be made again when they are rewritten.
 
-    The tensors are where the pool is, [layers, kv_heads, spans]: start and size (tokens; 0 where a place holds
-    no span) and slot
-    (of the entry with its codes). rows: [layers, kv_heads, rows], slots of the area but for the last,
-    `meaning`, which hold what the codes mean; owner: the token that each row is of, -1 for none. beside:
-    all rows of the area. digits: codes that a number holds. compiled: what a backend with kernels of its own
-    makes of this.
+    The tensors are where the pool is, [layers, kv_heads, spans]: start and size (tokens; 0 where a place
+    holds no span) and slot (of the entry with its codes). rows: [layers, kv_heads, rows], slots of the area
+    but for the last, `meaning`, which hold what the codes mean; owner: the token that each row is of, -1 for
+    none. beside: all rows of the area. digits: codes that a number holds. compiled: what a backend with
+    kernels of its own makes of this.
     """
 
     def __init__(
@@ -95,7 +99,9 @@ class Zoom:
         able &= (pool.masses_and_positions(slots)[0] <= MUTED) & (below.basis is not None)
         most = max(1, int(able.sum(dim=-1).max()))
         order = able.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
-        self.size, self.start = ((tokens * able).gather(-1, order).to(pool.device) for tokens in (counts, start))
+        self.size, self.start = (
+            (tokens * able).gather(-1, order).to(pool.device) for tokens in (counts, start)
+        )
         self.slot = slots.gather(-1, order).to(pool.device)
         pages = torch.from_numpy(area.pages).long()
         area_rows = (pages[..., None] * pool.page_size + torch.arange(pool.page_size)).flatten(2)
@@ -128,8 +134,7 @@ class Zoom:
         """Zoom out for such queries, and say which token is to enter each row: [kv_heads, rows] int64, -1 for
         none. The host waits for nothing."""
         cells = Cells.of(self.start[layer], self.size[layer], cells_of(self._pool.dtype))
-        others = self._others(batch, sequence, layer, q)
-        worth = worth_of(self._scores(layer, q), cells.size, others)
+        worth = self._worth(batch, sequence, layer, q, cells.size)
         zoomed = self._held(layer).gather(1, cells.first.clamp(max=self._num_tokens - 1)) & (cells.size > 0)
         chosen = choose(worth, cells.size, zoomed, self.zooming)
         free = self.zooming.rows - (self.owner[layer] >= 0).sum(dim=1)
@@ -143,34 +148,47 @@ class Zoom:
         if len(heads) and self._bring(layer, heads, rows, entering[heads, rows]):
             self.count(len(heads), 1)
 
-    def _scores(self, layer: int, q: Tensor) -> Tensor:
-        """What single tokens of each cell would score by their codes: [kv_heads, queries, cells]."""
-        pool = self._pool
-        codes = unpack(torch.cat(pool.read_rows(self.slot[layer], pool.device), dim=-1), self.digits)
-        heads = len(codes)
-        asking = _by_head(q, heads)
-        meaning = torch.cat(pool.read_rows(self.meaning[layer], pool.device), dim=-1).float()
+    def _worth(self, batch: Batch, sequence: int, layer: int, q: Tensor, sizes: Tensor) -> Tensor:
+        """Of a token of each cell, of which there are `sizes`: see `worth_of`."""
+        heads, cells = sizes.shape
+        at_once = max(1, MOST_NUMBERS // (cells * (len(q) * q.shape[1] // heads + q.shape[2])))
+        worth = []
+        for first in range(0, heads, at_once):
+            some = slice(first, first + at_once)
+            others = self._others(batch, sequence, layer, q, some)
+            worth.append(worth_of(self._scores(layer, q, some), sizes[some], others))
+        return torch.cat(worth)
+
+    def _scores(self, layer: int, q: Tensor, some: slice = _ALL) -> Tensor:
+        """What single tokens of each cell would score by their codes: [kv_heads, queries, cells], of some of
+        the KV heads."""
+        pool, heads = self._pool, self.slot.shape[1]
+        codes = unpack(torch.cat(pool.read_rows(self.slot[layer, some], pool.device), dim=-1), self.digits)
+        asking = _by_head(q, heads)[some]
+        meaning = torch.cat(pool.read_rows(self.meaning[layer, some], pool.device), dim=-1).float()
         against = asking @ meaning.unflatten(-1, (2, -1)).flatten(1, 2).transpose(1, 2)
         constant, parts = against[..., :1], against[..., 1 : 1 + codes.shape[-1]]
         if self.router is not None:
             scale, bias = self.router.of_rows(layer, heads, len(q))
-            parts, constant = parts * scale, constant + bias
+            parts, constant = parts * scale[some], constant + bias[some]
         return (parts @ centres(codes).flatten(1, 2).transpose(1, 2) + constant) / math.sqrt(q.shape[-1])
 
-    def _others(self, batch: Batch, sequence: int, layer: int, q: Tensor) -> Tensor:
-        """Log-sum-exp [kv_heads, queries] over what the lanes hold beside spans, the new rows included."""
+    def _others(self, batch: Batch, sequence: int, layer: int, q: Tensor, some: slice = _ALL) -> Tensor:
+        """Log-sum-exp [kv_heads, queries] over what the lanes hold beside spans, the new rows included, of
+        some of the KV heads."""
         pool, beside = self._pool, self.beside
         tables, past = batch.lanes_of(sequence)
         used = -(-(int(batch.past_lengths[sequence, layer].max()) + len(q)) // pool.page_size)
-        pages = tables[layer, :, beside // pool.page_size : used]
+        pages = tables[layer, some, beside // pool.page_size : used]
         keys = pool.keys[pages].float()
         keys = keys if pool.keys_transposed else keys.transpose(2, 3)
-        scores = _by_head(q, len(pages)).unsqueeze(1) @ keys / math.sqrt(q.shape[-1])
+        asking = _by_head(q, self.slot.shape[1])[some]
+        scores = asking.unsqueeze(1) @ keys / math.sqrt(q.shape[-1])
         if pool.key_scales is not None:
             scores = scores * pool.key_scales[pages].unsqueeze(2)
         scores = scores.transpose(1, 2).flatten(2)
         entry = torch.arange(scores.shape[-1], device=pool.device)
-        beyond = entry >= (past[layer] + len(q) - beside)[:, None]
+        beyond = entry >= (past[layer, some] + len(q) - beside)[:, None]
         mass = pool.log_mass[pages].flatten(1).masked_fill(beyond, -torch.inf)
         return (scores + mass[:, None]).logsumexp(dim=-1)
 
@@ -188,8 +206,8 @@ class Zoom:
         return edges.cumsum(1)[:, :-1] > 0
 
     def _change(self, layer: int, entering: Tensor, leaving: Tensor) -> Tensor:
-        """Let tokens [kv_heads, num_tokens] bool leave their rows and others take rows that are free, in order;
-        see `decide` for what it returns."""
+        """Let tokens [kv_heads, num_tokens] bool leave their rows and others take rows that are free, in
+        order; see `decide` for what it returns."""
         owner, rows, mass = self.owner[layer], self.rows[layer], self._pool.log_mass.view(-1)
         gone = (owner >= 0) & leaving.gather(1, owner.clamp(min=0))
         mass[rows] = mass[rows].masked_fill(gone, -torch.inf)
