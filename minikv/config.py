@@ -69,8 +69,8 @@ class CacheConfig:
     decode_slack: entries per lane above the budget at which a decoding sequence is compressed again;
         None: never, except under a budget in bytes.
     pinned: token ranges [start, end) that always stay.
-    profile: path of a calibration profile for `compresskv`, None takes the one shipped for the model; or of a
-        router for `sekv`, "shipped" takes that of the model, None does without.
+    profile: path of a calibration profile for `compresskv` or of a router for `sekv`; None takes the one that
+        is shipped for the model, if there is one. `sekv` does without for "none".
     refit: correct masses and values of what a compression leaves, so that lanes answer as before;
         None: if the policy does so by itself.
     """

@@ -19,8 +19,8 @@ class ProfileFinder:
         self._warned = False
 
     def router(self, cache: CacheConfig) -> Router | None:
-        """The router for policy sekv that the configuration names, if it does. Raises ConfigError for one
-        that is not there or not of this model."""
+        """The router for policy sekv that the configuration names or implies. Raises ConfigError for one that
+        is named and not there or not of this model."""
         if cache.policy not in ZOOMING_NAMES:
             return None
         from minikv.calibration.router_file import named_router

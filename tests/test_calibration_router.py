@@ -203,10 +203,11 @@ def test_a_probe_counts_and_frees_what_it_zooms_in(probe: Probe) -> None:
     assert not probe.store.pool.bytes_in_use and probe._storage.tiers.nbytes == 0
 
 
-def test_the_shipped_router_is_taken_where_it_is_asked_for_and_there(probe: Probe, monkeypatch) -> None:
+def test_the_shipped_router_is_taken_where_there_is_one(probe: Probe, monkeypatch) -> None:
     assert named_router(None, probe) is None
     with pytest.raises(ConfigError, match="comes with no router for this model; make one with `minikv train"):
         named_router("shipped", probe)
     shipped = Router.plain(2, 4, 16)
     monkeypatch.setattr("minikv.calibration.router_file.find_shipped_router", lambda fingerprint: shipped)
-    assert named_router("shipped", probe) is shipped
+    assert named_router("shipped", probe) is named_router(None, probe) is shipped
+    assert named_router("none", probe) is None

@@ -15,7 +15,7 @@ from cli_tools import write_tiny_model
 from session_tools import PARAMS, begun, forge, keep, load, more
 
 from minikv import CacheConfig, SamplingParams, SessionError, TierConfig
-from minikv.cache.tiers.span import Span, sealed
+from minikv.cache.tiers.span import Span
 from minikv.cache.tiers.storage import Storage
 from minikv.cli.chat import take_line
 from minikv.cli.chat_files import Keeper, loaded
@@ -304,7 +304,7 @@ def span_change(change: Callable[[Span], Span], place: int = 0) -> Callable[[dic
 
 
 def body(change: Callable[[bytes], bytes], place: int = 0) -> Callable[[dict], None]:
-    return span_change(lambda span: sealed(span.header, change(span.body)), place)
+    return span_change(lambda span: Span.of(span.header, change(span.body)), place)
 
 
 def says(**fields: object) -> Callable[[dict], None]:
@@ -334,14 +334,14 @@ def without_a_token(span: Span) -> Span:
     ]
     lengths = struct.pack(f"<{lanes}i", *[count - 1] * lanes)
     header = replace(span.header, num_rows=span.header.num_rows - lanes)
-    return sealed(header, lengths + b"".join(kept))
+    return Span.of(header, lengths + b"".join(kept))
 
 
 def with_counts(span: Span) -> Span:
     """Entries that stand for a token each, where that needs not be said."""
     at = 4 * (span.header.num_lanes + span.header.num_rows)
     ones = struct.pack("<i", 1) * span.header.num_rows
-    return sealed(replace(span.header, has_counts=True), span.body[:at] + ones + span.body[at:])
+    return Span.of(replace(span.header, has_counts=True), span.body[:at] + ones + span.body[at:])
 
 
 def lanes_without(tensors: dict) -> None:
@@ -378,10 +378,10 @@ SPANS = {
     ),
     "lanes of negative length": written(0, "<2i", -1, 10**6),
     "no rows": span_change(
-        lambda span: sealed(replace(span.header, num_rows=0), b"\0" * 4 * span.header.num_lanes)
+        lambda span: Span.of(replace(span.header, num_rows=0), b"\0" * 4 * span.header.num_lanes)
     ),
     "a lane that took a row from another": span_change(
-        lambda span: sealed(
+        lambda span: Span.of(
             span.header,
             struct.pack("<2i", *(span.header.num_rows // 2 + n for n in (1, -1))) + span.body[8:],
         )
@@ -458,7 +458,7 @@ def test_made_up_records_from_before_a_turn_are_refused(current, demoted, tmp_pa
 
 def test_spans_that_were_written_again_as_they_were_are_taken(current, demoted, tmp_path):
     path = Path(shutil.copy(demoted, tmp_path / "talk"))
-    forge(path, tensors=span_change(lambda span: sealed(span.header, span.body)))
+    forge(path, tensors=span_change(lambda span: Span.of(span.header, span.body)))
     current[0].load_session(path).close()
 
 

@@ -38,6 +38,19 @@ def errors(one, other):
     return found
 
 
+def test_a_body_gets_its_digest_when_its_record_is_asked_for():
+    made = EXACT.encode(entries((3, 2), torch.float16), OWNER, 9)
+    assert not made.header.body_digest
+    made.verify()
+    read = Span.from_bytes(made.to_bytes())
+    assert read.header.body_digest == made.header.body_digest != b""
+    changed = Span(made.header, made.body[:-1] + bytes([made.body[-1] ^ 1]))
+    with pytest.raises(SpanFault):
+        changed.verify()
+    # What is made of another's header is not taken for it.
+    assert Span.from_bytes(Span.of(made.header, changed.body).to_bytes()).body == changed.body
+
+
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_exact_rows_come_back_bit_for_bit_with_everything_that_belongs_to_them(dtype, merged):

@@ -39,19 +39,20 @@ def load_router_for(path: str | os.PathLike[str], model: CalibratedModel) -> Rou
     return _read(path, metadata)
 
 
-SHIPPED = "shipped"
-"""In the place of a path: the router in this package."""
+SHIPPED, WITHOUT = "shipped", "none"
+"""In the place of a path: the router in this package, which has to be there, and no router."""
 
 
 def named_router(profile: str | None, model: CalibratedModel) -> Router | None:
-    """The router that a configuration names: none, the one in this package, or a file's. ConfigError, in one
-    sentence, if there is none or it is another model's."""
-    if profile is None:
+    """The router that a configuration names: a file's, none, or as long as it names none of these the one in
+    this package, if there is one for the model. ConfigError, in one sentence, if one that is named is not
+    there or another model's."""
+    if profile == WITHOUT:
         return None
-    if profile != SHIPPED:
+    if profile not in (None, SHIPPED):
         return load_router_for(profile, model)
     router = find_shipped_router(model.fingerprint)
-    if router is None:
+    if router is None and profile == SHIPPED:
         raise ConfigError(
             f"minikv comes with no router for this model; make one with {KIND.command} and give its path."
         )

@@ -150,11 +150,11 @@ def _profile(plan: EvalPlan, loaded: LoadedModel) -> HeadProfile | None:
 
 
 def _router(plan: EvalPlan, loaded: LoadedModel) -> Router | None:
-    """Where compresskv is measured as well, the profile is its own, and sekv does without."""
+    """Where compresskv is measured as well, a profile is its own, and sekv has what it has by default."""
     from minikv.calibration.router_file import named_router
 
     zooms = any("sekv" in policy for policy in plan.policies)
-    return named_router(plan.profile, loaded) if zooms and not _retrieves(plan) else None
+    return named_router(None if _retrieves(plan) else plan.profile, loaded) if zooms else None
 
 
 def _retrieves(plan: EvalPlan) -> bool:

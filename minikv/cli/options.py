@@ -177,7 +177,7 @@ COMPRESSION = (
     Option(
         "kv_profile",
         "text",
-        "Calibration profile for compresskv; router for sekv, or `shipped`.",
+        "Calibration profile for compresskv; router for sekv, or `none`.",
         metavar="FILE",
     ),
     Option("kv_refit", "switch", "Correct what stays so that it answers as all did before.", flag="--refit"),

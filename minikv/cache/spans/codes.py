@@ -117,8 +117,8 @@ def basis_of(keys: Tensor, some: Tensor, queries: Tensor) -> Basis:
     size = keys.shape[-1] // 4
     weight = some.to(keys.dtype)[..., None]
     count = weight.sum(dim=1, keepdim=True).clamp(min=1)
-    mean = (keys * weight).sum(dim=1, keepdim=True) / count
-    spread = (keys - mean) * weight
+    mean = weight.transpose(1, 2) @ keys / count
+    spread = (keys - mean).mul_(weight)
     covariance = spread.transpose(1, 2) @ spread / count
     metric, directions = torch.linalg.eigh(queries.transpose(1, 2) @ queries / queries.shape[1])
     metric = metric.clamp(min=1e-12)

@@ -116,7 +116,7 @@ class ColdTier:
         if not self._make_room(FRAME_BYTES + span.nbytes):
             self.counters.refused += 1
             return None
-        packed = span.header.to_bytes()
+        packed = span.sealed().to_bytes()
         try:
             offset = self._file.append(packed + span.body)
         except OSError as error:

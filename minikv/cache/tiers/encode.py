@@ -24,7 +24,7 @@ from minikv.cache.tiers.forms import (
     floats_of,
     pack,
 )
-from minikv.cache.tiers.span import FORMS, RAW, Header, Owner, Span, sealed
+from minikv.cache.tiers.span import FORMS, RAW, Header, Owner, Span
 
 if TYPE_CHECKING:
     from minikv.models.rope import Rope
@@ -59,7 +59,7 @@ class Encoder:
         places = Places(rows.positions, entries.counts, entries.lengths)
         header = self.outline(places, rows.keys.dtype, rows.keys.shape[1], owner, num_tokens, merged_end)
         forms = {"key_form": keys.form, "value_form": values.form, "error": max(keys.error, values.error)}
-        return sealed(replace(header, has_mass=has_mass, **forms), body)
+        return Span.of(replace(header, has_mass=has_mass, **forms), body)
 
     def outline(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 
@@ -57,7 +57,8 @@ class Header:
     rows of all lanes together. num_tokens: logical length of the sequence when the span was made;
     merged_end: position after the last token that had gone into another entry, 0 if none had.
     error: largest relative error of the keys or the values of a lane, in the Frobenius norm; 0 if exact.
-    fingerprint: 32 bytes, see `fingerprint_of`. body_bytes, body_digest: of the body.
+    fingerprint: 32 bytes, see `fingerprint_of`. body_bytes, body_digest: of the body; the digest may be
+    missing.
     """
 
     owner: Owner
@@ -74,10 +75,11 @@ class Header:
     has_mass: bool
     has_counts: bool
     body_bytes: int
-    body_digest: bytes
+    body_digest: bytes = field(compare=False)
 
     def to_bytes(self) -> bytes:
         """HEADER_BYTES bytes, the last of them a digest of the others."""
+        assert self.body_digest, "a record whose body has no digest"
         packed = _FIELDS.pack(
             MAGIC,
             VERSION,
@@ -140,10 +142,16 @@ class Header:
 
 @dataclass(frozen=True)
 class Span:
-    """A header and the body that belongs to it; neither is ever written to."""
+    """A header and the body that belongs to it; neither is ever written to, but for the body's digest. That
+    takes as long as some copies of the body, and is made when a record leaves the memory."""
 
     header: Header
     body: bytes
+
+    @classmethod
+    def of(cls, header: Header, body: bytes) -> Span:
+        """A span of a body, with its size in the header."""
+        return cls(replace(header, body_bytes=len(body), body_digest=b""), body)
 
     @property
     def outline(self) -> Header:
@@ -162,7 +170,14 @@ class Span:
 
     def to_bytes(self) -> bytes:
         """The record."""
-        return self.header.to_bytes() + self.body
+        return self.sealed().to_bytes() + self.body
+
+    def sealed(self) -> Header:
+        """The header with the digest of the body; any thread may ask for it."""
+        if not self.header.body_digest:
+            header = replace(self.header, body_digest=digest(self.body))
+            object.__setattr__(self, "header", header)
+        return self.header
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Span:
@@ -172,14 +187,10 @@ class Span:
         return span
 
     def verify(self) -> None:
-        """SpanFault unless the body is the one that the header was made for."""
-        if len(self.body) != self.header.body_bytes or digest(self.body) != self.header.body_digest:
+        """SpanFault unless the body is the one that the header was made for, as far as it says."""
+        made_for = self.header.body_digest
+        if len(self.body) != self.header.body_bytes or (made_for and digest(self.body) != made_for):
             raise SpanFault("A span's body is damaged.")
-
-
-def sealed(header: Header, body: bytes) -> Span:
-    """A span of a body, with its size and digest in the header."""
-    return Span(replace(header, body_bytes=len(body), body_digest=digest(body)), body)
 
 
 def raw_span(owner: Owner, fingerprint: bytes, num_tokens: int, body: bytes) -> Span:
@@ -201,7 +212,7 @@ def raw_span(owner: Owner, fingerprint: bytes, num_tokens: int, body: bytes) -> 
         body_bytes=0,
         body_digest=b"",
     )
-    return sealed(header, body)
+    return Span.of(header, body)
 
 
 def digest(data: bytes) -> bytes:
