@@ -11,6 +11,7 @@ from keeping import keep
 from late_stream import LateEvent, LateStream
 from pretended_device import DEVICE, Distant, NearBackend, near, nothing_crosses, pretended_device, watched
 from tiny import TINY, Collector, RandomWeights, drain, greedy, prompt
+from zooming import Shape, routed
 
 from minikv.cache.copies import Copies
 from minikv.cache.pool import page_bytes
@@ -103,6 +104,13 @@ def test_a_conversation_is_that_of_the_host(kv_dtype, said_on_the_host, device):
     assert torch.equal(engine.store.counts(lanes.seq), counts)
     at = {compression.num_tokens for compression in lanes.course.compressions}
     assert len(at - {120, 120 + 12 + 9}) >= 2, "what is said becomes spans on the way"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
+def test_the_same_rows_are_chosen_step_by_step(dtype, device):
+    shape = Shape(dtype=dtype, rows=50, moves=9, router=True, parts=2)
+    expected = routed(shape, CPU)
+    assert torch.equal(routed(shape, device), expected) and expected.any()
 
 
 def test_a_router_goes_there_as_well(device):
