@@ -41,7 +41,7 @@ def test_rows_are_left_and_taken_in_order(seed, full, chance):
         free = (expected[head] < 0).nonzero()[:, 0]
         for row, token in zip(free.tolist(), entering[head].nonzero()[:, 0].tolist(), strict=False):
             expected[head, row] = entered[head, row] = token
-    assert torch.equal(zoom._change(0, entering, leaving), entered)
+    assert torch.equal(zoom._change(0, entering.long() - leaving.long()), entered)
     assert torch.equal(zoom.owner[0], expected)
     assert torch.equal(mass[zoom.rows[0]], masses)
 
@@ -49,13 +49,15 @@ def test_rows_are_left_and_taken_in_order(seed, full, chance):
 @pytest.mark.parametrize("cells", [4, 24])
 def test_the_tokens_of_cells_are_all_that_lie_in_them(cells):
     of = Cells.of(ONE.zoom.start[0], ONE.zoom.size[0], cells)
-    chosen = torch.rand(of.first.shape, generator=torch.Generator().manual_seed(cells)) < 0.4
-    found = ONE.zoom._tokens(of, chosen & (of.size > 0))
+    chance = torch.rand(of.first.shape, generator=torch.Generator().manual_seed(cells))
+    entering, leaving = (chance < 0.4) & (of.size > 0), (chance > 0.7) & (of.size > 0)
+    found = ONE.zoom._moving(of, entering, leaving)
     expected = torch.zeros_like(found)
-    for head, cell in (chosen & (of.size > 0)).nonzero().tolist():
-        first = int(of.first[head, cell])
-        expected[head, first : first + int(of.size[head, cell])] = True
-    assert expected.any() and torch.equal(found, expected)
+    for some, number in ((entering, 1), (leaving, -1)):
+        for head, cell in some.nonzero().tolist():
+            first = int(of.first[head, cell])
+            expected[head, first : first + int(of.size[head, cell])] = number
+    assert set(expected.unique().tolist()) == {-1, 0, 1} and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("router", [False, True])

@@ -140,7 +140,7 @@ class Zoom:
         free = self.zooming.rows - (self.owner[layer] >= 0).sum(dim=1)
         most = self.zooming.moves * len(q)
         entering, leaving = exchanged(chosen, zoomed, worth, cells.size, free, most, self.zooming)
-        return self._change(layer, self._tokens(cells, entering), self._tokens(cells, leaving))
+        return self._change(layer, self._moving(cells, entering, leaving))
 
     def enter(self, layer: int, entering: Tensor) -> None:
         """Zoom in what `decide` said, which is on the host by now."""
@@ -198,22 +198,23 @@ class Zoom:
         held = owner.new_zeros(len(owner), self._num_tokens + 1, dtype=torch.bool)
         return held.scatter_(1, owner + 1, True)[:, 1:]
 
-    def _tokens(self, cells: Cells, some: Tensor) -> Tensor:
-        """The tokens [kv_heads, num_tokens] bool of some cells."""
-        edges = torch.zeros(len(some), self._num_tokens + 1, dtype=torch.int32, device=some.device)
-        edges.scatter_add_(1, cells.first, some.int())
-        edges.scatter_add_(1, cells.first + cells.size, -some.int())
-        return edges.cumsum(1)[:, :-1] > 0
+    def _moving(self, cells: Cells, entering: Tensor, leaving: Tensor) -> Tensor:
+        """The tokens of cells that enter or leave: [kv_heads, num_tokens] int64, 1, -1, or 0 for others."""
+        which = entering.int() - leaving.int()
+        edges = which.new_zeros(len(which), self._num_tokens + 1)
+        edges.scatter_add_(1, cells.first, which)
+        edges.scatter_add_(1, cells.first + cells.size, -which)
+        return edges.cumsum(1)[:, :-1]
 
-    def _change(self, layer: int, entering: Tensor, leaving: Tensor) -> Tensor:
-        """Let tokens [kv_heads, num_tokens] bool leave their rows and others take rows that are free, in
-        order; see `decide` for what it returns."""
+    def _change(self, layer: int, moving: Tensor) -> Tensor:
+        """Let tokens leave their rows and others take rows that are free, in order, as `_moving` says; see
+        `decide` for what it returns."""
         owner, rows, mass = self.owner[layer], self.rows[layer], self._pool.log_mass.view(-1)
-        gone = (owner >= 0) & leaving.gather(1, owner.clamp(min=0))
+        gone = (owner >= 0) & (moving.gather(1, owner.clamp(min=0)) < 0)
         mass[rows] = mass[rows].masked_fill(gone, -torch.inf)
         free = (owner < 0) | gone
         # The free row of some number takes the token of that number.
-        number, order = free.cumsum(1), entering.cumsum(1)
+        number, order = free.cumsum(1), (moving > 0).cumsum(1)
         taken = free & (number <= order[:, -1:])
         tokens = torch.where(taken, torch.searchsorted(order, number), -1)
         self.owner[layer] = torch.where(free, tokens, owner)
