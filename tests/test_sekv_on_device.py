@@ -24,7 +24,8 @@ from minikv.kernels.torch_cpu import TorchBackend
 from minikv.models.decoder import Decoder
 from minikv.scheduler.request import Lanes
 
-SEKV = keep("sekv", 48, decode_slack=6)
+SEKV = keep("sekv", 48, decode_slack=4)
+FIRST, SECOND, COUNT = 100, 9, 8  # tokens of two prompts, and of each reply
 WARM = TierConfig(warm="64MiB", async_copies=False)
 HEAD_DIM, PAGE = 32, NearBackend.page_size
 
@@ -37,7 +38,7 @@ def engine_on(device, kv_dtype=torch.float32, tiers=WARM, router=None, chunk=64,
     return Engine(decoder, options, kv_dtype, PAGE, (), device=device, find_router=lambda _: router)
 
 
-def talk(engine, cache=SEKV, sizes=(120, 9), count=12, between=lambda lanes: None, step=lambda: None):
+def talk(engine, cache=SEKV, sizes=(FIRST, SECOND), count=COUNT, between=lambda lanes: None):
     """What is said in the turns of a conversation: spans are made of its prompts, and of what is said."""
     lanes, ids, said = Lanes(), [], []
     for seed, size in enumerate(sizes):
@@ -46,7 +47,6 @@ def talk(engine, cache=SEKV, sizes=(120, 9), count=12, between=lambda lanes: Non
         collector = Collector()
         while engine.has_work:
             collector.take(engine.step())
-            step()
         assert collector.reason(request) == "length", collector.finished[request].message
         said.append(collector.tokens[request])
         ids += said[-1]
@@ -103,7 +103,7 @@ def test_a_conversation_is_that_of_the_host(kv_dtype, said_on_the_host, device):
     assert said == expected and engine.zoomed == zoomed and zoomed.rows > 0
     assert torch.equal(engine.store.counts(lanes.seq), counts)
     at = {compression.num_tokens for compression in lanes.course.compressions}
-    assert len(at - {120, 120 + 12 + 9}) >= 2, "what is said becomes spans on the way"
+    assert len(at - {FIRST, FIRST + COUNT + SECOND}) >= 2, "what is said becomes spans on the way"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
@@ -154,14 +154,13 @@ def test_the_host_waits_once_a_layer_and_for_nothing_but_what_enters(device, mon
     assert len(later) > 5 and all(len(seen) == 1 for seen in later)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("nbytes", [1 << 20, 16 << 10])
-def test_with_copies_that_are_late_it_says_the_same(nbytes, seed, said_on_the_host, device):
+@pytest.mark.parametrize(("seed", "nbytes"), [(0, 1 << 20), (1, 1 << 20), (2, 12 << 10), (3, 12 << 10)])
+def test_with_copies_that_are_late_it_says_the_same(seed, nbytes, said_on_the_host, device):
     engine = with_copies(engine_on(device, torch.float16), seed, nbytes)
     engine.config = replace(engine.config, debug_checks=seed % 2 == 0)
     assert talk(engine)[0] == said_on_the_host[torch.float16][0]
     stats = engine.tier_stats
-    assert stats["copies_beside"] > 40 and (stats["copies_refused"] > 0) == (nbytes < 1 << 20)
+    assert stats["copies_beside"] > 20 and (stats["copies_refused"] > 0) == (nbytes < 1 << 20)
 
 
 def test_it_is_noticed_where_a_row_is_not_waited_for(device):
@@ -171,10 +170,10 @@ def test_it_is_noticed_where_a_row_is_not_waited_for(device):
         talk(engine)
 
 
-@pytest.mark.parametrize("steps", [1, 4, 9])
+@pytest.mark.parametrize("steps", [1, 6])
 def test_a_preempted_request_says_the_same(steps, said_on_the_host, device):
     engine, collector = engine_on(device), Collector()
-    (request,) = engine.add(prompt(120), greedy(12), cache=SEKV)
+    (request,) = engine.add(prompt(FIRST), greedy(COUNT), cache=SEKV)
     for _ in range(steps):
         collector.take(engine.step())
     engine.scheduler._preempt(engine.scheduler.running[0], {})
@@ -184,7 +183,7 @@ def test_a_preempted_request_says_the_same(steps, said_on_the_host, device):
 
 def test_siblings_share_a_prompt(said_on_the_host, device):
     engine = engine_on(device)
-    requests = engine.add(prompt(120), greedy(12, n=3), cache=SEKV)
+    requests = engine.add(prompt(FIRST), greedy(COUNT, n=3), cache=SEKV)
     tokens = drain(engine).tokens
     assert [tokens[request] for request in requests] == 3 * [said_on_the_host[torch.float32][0][0]]
     assert engine.storage.tiers.nbytes == 0 and engine.store.pool.bytes_in_use == 0
@@ -202,12 +201,12 @@ def test_idle_lanes_leave_the_pool_and_zoom_in_when_they_are_back(said_on_the_ho
 
 
 def test_a_prompt_larger_than_the_pool_is_staged(device):
-    shape, sizes = {"num_layers": 6, "chunk": 32}, (200, 9)
+    """While what a chunk leaves is on its way, the next one is written to the same pages."""
+    shape, sizes = {"num_layers": 6, "chunk": 32}, (200,)
     tiers = replace(WARM, hot=page_bytes(PAGE, HEAD_DIM, torch.float16) * 130)
     here = engine_on(CPU, torch.float16, **shape)
-    expected, _ = talk(here, sizes=sizes, count=6)
+    expected, _ = talk(here, sizes=sizes, count=4)
     assert here.tier_stats["prompts_staged"] == 0
-    for late in (False, True):
-        engine = engine_on(device, torch.float16, tiers, **shape)
-        assert talk(with_copies(engine) if late else engine, sizes=sizes, count=6)[0] == expected
-        assert engine.tier_stats["prompts_staged"] == 1 and engine.zoomed == here.zoomed
+    engine = with_copies(engine_on(device, torch.float16, tiers, **shape))
+    assert talk(engine, sizes=sizes, count=4)[0] == expected
+    assert engine.tier_stats["prompts_staged"] == 1 and engine.zoomed == here.zoomed

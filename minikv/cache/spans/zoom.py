@@ -125,14 +125,9 @@ class Zoom:
         """`rows` on the host."""
         return self.rows.to(HOST)
 
-    def route(self, batch: Batch, sequence: int, layer: int, q: Tensor) -> None:
-        """Zoom in and out for the queries q [rows, query_heads, head_dim] of a sequence of the batch."""
-        if not self.below.lost:
-            self.enter(layer, self.decide(batch, sequence, layer, q).to(HOST))
-
     def decide(self, batch: Batch, sequence: int, layer: int, q: Tensor) -> Tensor:
-        """Zoom out for such queries, and say which token is to enter each row: [kv_heads, rows] int64, -1 for
-        none. The host waits for nothing."""
+        """Zoom out for the queries q [rows, query_heads, head_dim] of a sequence of the batch, and say which
+        token is to enter each row: [kv_heads, rows] int64, -1 for none. The host waits for nothing."""
         cells = Cells.of(self.start[layer], self.size[layer], cells_of(self._pool.dtype))
         worth = self._worth(batch, sequence, layer, q, cells.size)
         zoomed = self._held(layer).gather(1, cells.first.clamp(max=self._num_tokens - 1)) & (cells.size > 0)
