@@ -16,7 +16,7 @@ MUTED = -1e30
 """Log mass of an entry that attention does not see, and that queries are routed by alone."""
 
 
-MOVES = 64
+MOVES = 256
 """Rows of a KV head that may take the place of others for one row of queries."""
 
 
