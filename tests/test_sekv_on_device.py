@@ -7,17 +7,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cli_tools import write_tiny_model
 from keeping import keep
 from late_stream import LateEvent, LateStream
 from pretended_device import DEVICE, Distant, NearBackend, near, nothing_crosses, pretended_device, watched
+from session_tools import begun, load, more
 from tiny import TINY, Collector, RandomWeights, drain, greedy, prompt
 from zooming import Shape, routed
 
+from minikv import loading
 from minikv.cache.copies import Copies
 from minikv.cache.pool import page_bytes
 from minikv.cache.spans.router import Router
 from minikv.cache.spans.zoom import Routing, Zoom
-from minikv.config import EngineConfig, TierConfig
+from minikv.config import CacheConfig, EngineConfig, TierConfig
 from minikv.engine import Engine
 from minikv.kernels.backend import CPU
 from minikv.kernels.torch_cpu import TorchBackend
@@ -210,3 +213,21 @@ def test_a_prompt_larger_than_the_pool_is_staged(device):
     engine = with_copies(engine_on(device, torch.float16, tiers, **shape))
     assert talk(engine, sizes=sizes, count=4)[0] == expected
     assert engine.tier_stats["prompts_staged"] == 1 and engine.zoomed == here.zoomed
+
+
+def test_a_session_goes_there_and_comes_back(tmp_path, monkeypatch):
+    model = write_tiny_model(tmp_path / "tiny", max_context=512)
+    options = {"tiers": TierConfig(hot="4MiB", warm="16MiB"), "cache": CacheConfig(page_size=PAGE)}
+    cache = keep("sekv", 80)
+    with load(model, **options) as here:
+        session = begun(here, cache)
+        session.save(tmp_path / "here")
+        expected = more(session)
+        with pretended_device(monkeypatch, {}), monkeypatch.context() as patch:
+            patch.setattr(loading, "choose_backend", lambda *_: (NearBackend(), "pretended"))
+            with load(model, backend="triton", device="cuda", dtype="fp32", **options) as there:
+                assert there.engine.store.pool.device == DEVICE
+                session = there.load_session(tmp_path / "here")
+                session.save(tmp_path / "there")
+                assert more(session) == expected and there.engine.zoomed.rows > 0
+        assert more(here.load_session(tmp_path / "there")) == expected
