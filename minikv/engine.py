@@ -413,7 +413,7 @@ class Engine:
         if self.storage is None or not retention.keeps_below(asked):
             return
         if course.below is None:
-            course.below = Below(self.storage)
+            course.below = Below(self.storage, name=request.name)
         course.below.add(self.store, request.seq, request.num_computed)
 
     def _sample(self, requests: list[Request], logits: Tensor, likeliest: Tensor | None) -> None:

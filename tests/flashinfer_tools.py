@@ -229,15 +229,18 @@ def installed(monkeypatch):
 
 
 class Recording:
-    """A module of wrappers whose calls are listed: (class, method, arguments, named arguments)."""
+    """A module of wrappers whose calls are listed: (class, method, arguments, named arguments).
 
-    def __init__(self, library):
-        self.library, self.calls = library, []
+    faults: {method: (number, error)}, what the call of a method with that number raises, the first being 0.
+    """
+
+    def __init__(self, library, faults=()):
+        self.library, self.calls, self.faults = library, [], dict(faults)
 
     def __getattr__(self, name):
         def construct(*given, **named):
             self.calls.append((name, "__init__", given, named))
-            return _Recorded(self.calls, name, getattr(self.library, name)(*given, **named))
+            return _Recorded(self, name, getattr(self.library, name)(*given, **named))
 
         return construct
 
@@ -247,12 +250,16 @@ class Recording:
 
 
 class _Recorded:
-    def __init__(self, calls, name, wrapper):
-        self.calls, self.name, self.wrapper = calls, name, wrapper
+    def __init__(self, recording, name, wrapper):
+        self.recording, self.name, self.wrapper = recording, name, wrapper
 
     def __getattr__(self, method):
         def call(*given, **named):
-            self.calls.append((self.name, method, given, named))
+            number = self.recording.count(method)
+            self.recording.calls.append((self.name, method, given, named))
+            failing, error = self.recording.faults.get(method, (None, None))
+            if number == failing:
+                raise error
             return getattr(self.wrapper, method)(*given, **named)
 
         return call

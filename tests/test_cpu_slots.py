@@ -16,6 +16,7 @@ from minikv.cache.evidence import Recorded
 from minikv.cache.policies.base import LayerView, output_gram
 from minikv.cache.policies.gracekv import GraceKV
 from minikv.cache.policies.trees.measure import Damage
+from minikv.cache.policies.trees.probes import observe
 from minikv.cache.references import reference_queries
 from minikv.cache.refit import refit
 from minikv.cache.refit_targets import compressible
@@ -161,11 +162,61 @@ def test_a_refit_that_need_not_look_again_gives_the_same():
     assert torch.equal(refit(view, rows, seen=wrong).values, expected.values)
 
 
+LOOKS = {
+    "lanes of other lengths": ((300, 130), 3, 16, 6, 20),
+    "an empty lane": ((40, 0), 2, 32, 6, 20),
+    "parts of a head": ((5000, 4990), 1, 64, 16, 64),
+    "no queries to come": ((65, 64), 3, 80, 8, 0),
+    "less than a vector": ((3, 2, 1), 8, 16, 4, 2),
+}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("refit", [False, True])
+@pytest.mark.parametrize("case", LOOKS)
+def test_queries_see_what_they_see_with_torch(case, refit, isa):
+    lengths, group, width, window, future = LOOKS[case]
+    view = view_of(lengths, group, width, window, future)
+    # Queries among the entries, of which the first sees nothing: the last rows are hidden from them.
+    at = torch.linspace(-1, view.num_tokens * 0.8, window).long()
+    view = replace(view, query_positions=at, refit=refit)
+
+    def observed(slots):
+        rows = observe(replace(view, slots=slots), ends(view), 2, 8, 0.5, 0.75)
+        seen = () if rows.seen is None else (rows.seen.means, rows.seen.log_sums)
+        return rows.attention, rows.outputs, rows.normalisers, *seen
+
+    expected, found = observed(None), observed(CpuBackend(1, isa).slots)
+    assert len(found) == len(expected) == (5 if refit else 3)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
+    for other in (CpuBackend(3, isa).slots, CpuBackend(2, isa).slots.alone()):
+        assert all(map(torch.equal, observed(other), found))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_what_a_protected_entry_draws_is_not_lost_in_that(isa):
+    """An entry that nearly everything goes to leaves the others their digits."""
+    view = replace(view_of((300, 130), window=8), refit=True)
+    sink = view.log_mass.clone()
+    sink[:, 0] += 30
+    view = replace(view, log_mass=sink)
+    of_torch, compiled = (
+        observe(replace(view, slots=slots), ends(view), 4, 8, 0.5, 0.75).seen
+        for slots in (None, CpuBackend(1, isa).slots)
+    )
+    assert of_torch is not None and compiled is not None
+    assert of_torch.log_sums.max() < of_torch.log_sums.new_tensor(20.0)
+    torch.testing.assert_close(compiled.log_sums, of_torch.log_sums, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(compiled.means, of_torch.means, rtol=1e-3, atol=1e-4)
+
+
 class Spoilt:
     """Kernels that are given nonsense for all that belongs to no node."""
 
     def __init__(self, backend: CpuBackend):
         self.slots = backend.slots
+        self.look = backend.slots.look
 
     def sums_of_slots(self, given: SlotInput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         out = given.counts == 0

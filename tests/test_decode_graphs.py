@@ -298,6 +298,31 @@ def test_the_graph_that_was_not_used_for_longest_makes_way(monkeypatch):
     assert [bucket.rows for bucket in graphs._steps] == [1, 4]
 
 
+def test_graphs_make_way_for_the_bytes_of_another_ones_tables(monkeypatch):
+    of_a_row = LAYERS * HEADS * module.LEAST_ENTRIES // PAGE * 4
+    monkeypatch.setattr(module, "MOST_TABLE_BYTES", 5 * of_a_row)
+    talks, graphs, kept = Talks(), recording(), []
+    seqs = [talks.open(3) for _ in range(4)]
+    for count in (1, 2, 1, 4, 1, 2):
+        check_step(talks, graphs, seqs[:count])
+        kept.append([bucket.rows for bucket in graphs._steps])
+        held = sum(step.batch.plan.tables.nbytes for step in graphs._steps.values())
+        assert held == graphs.table_bytes <= 5 * of_a_row
+    assert kept == [[1], [1, 2], [2, 1], [1, 4], [4, 1], [1, 2]]
+
+
+def test_a_step_whose_tables_alone_are_too_large_is_computed_without(monkeypatch):
+    monkeypatch.setattr(module, "MOST_TABLE_BYTES", 3 * LAYERS * HEADS * module.LEAST_ENTRIES // PAGE * 4)
+    talks, graphs = Talks(), recording()
+    seqs = [talks.open(3) for _ in range(3)]
+    check_step(talks, graphs, seqs[:1])
+    hidden, batch = talks.step(seqs)
+    assert graphs.replay(hidden, batch) is None
+    assert [bucket.rows for bucket in graphs._steps] == [1]
+    talks.done(seqs)
+    check_step(talks, graphs, seqs[:2])
+
+
 def test_what_cannot_be_captured_is_computed_without_and_said_once(caplog):
     talks, graphs = Talks(), recording(RefusingGraph)
     seqs = [talks.open(5), talks.open(8)]

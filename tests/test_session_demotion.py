@@ -166,6 +166,16 @@ def test_a_demoted_session_of_another_kv_dtype_is_refused_by_that(model, tmp_pat
             other.load_session(tmp_path / "s")
 
 
+def test_what_a_loaded_session_loses_is_said_of_its_file(model, demoted, caplog):
+    with load(model, tiers=TIERS) as llm:
+        session = llm.load_session(demoted)
+        below = session._lanes.course.below
+        llm.engine.storage.tiers.drop(below._parts[0].handles[0])
+        more(session)
+    (said,) = [record.message for record in caplog.records if "was demoted" in record.message]
+    assert said == f"What was demoted of the session {demoted} is given up: it cannot be read any more."
+
+
 def test_a_session_whose_spans_were_lost_demotes_what_is_left_and_can_be_saved_again(model, tmp_path):
     with load(model, tiers=TierConfig(hot="4MiB", warm="20KiB")) as one:
         session = begun(one, CACHES[2])

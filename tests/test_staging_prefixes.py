@@ -122,6 +122,22 @@ def test_rows_within_an_error_are_not_everybodys(decoder):
     assert staged(engine) == 2 and engine.storage.tiers.nbytes == 0
 
 
+@pytest.mark.parametrize(
+    ("error", "pages", "running"), [(0, 24, [0, 2]), (0.05, 24, [0, 1, 2]), (0, 16, [0])], ids=str
+)
+def test_a_staged_prompt_waits_only_for_what_it_can_take_over(decoder, error, pages, running):
+    """Not where its rows are within an error: it runs beside who publishes; nor in a pool without room for
+    whole blocks: nobody who came later overtakes it."""
+    tiers = replace(SMALL, hot=hot_bytes(pages * LANES), error=error)
+    engine = engine_of(decoder, tiers, max_seqs=3)
+    engine.add(DOCUMENT[: BLOCK + 1], greedy(1))
+    (request,) = engine.add(asked(0), greedy(3), cache=demoting("snapkv"))
+    engine.add(prompt(2), greedy(5))
+    engine.scheduler.plan()
+    assert [r.id for r in engine.scheduler.running] == running
+    assert drain(engine).finished[request].request.shares == (pages == 24) and staged(engine) == 1
+
+
 def test_tiers_that_hold_the_prompt_once_are_enough(decoder):
     """Blocks are part of what is below, not beside it; there is no room for a second copy."""
     rows = 97 * LANES * (2 * 16 * 4 + 8)

@@ -34,8 +34,8 @@ def small(monkeypatch):
     monkeypatch.setattr(shares, "TAIL", 20)
 
 
-def check(backend, batch, group, queries=torch.float16, layers=(0, 1)):
-    """Fail unless outputs and log-sum-exps of all layers are the reference's."""
+def compare(backend, batch, group, queries=torch.float16, layers=(0, 1)):
+    """Fail unless outputs and log-sum-exps of all layers are the reference's, whoever computes them."""
     # Rows that every type holds, so that only the arithmetic differs.
     qkv = random_rows(batch, group).to(torch.bfloat16).to(queries)
     backend.plan(batch)
@@ -46,6 +46,11 @@ def check(backend, batch, group, queries=torch.float16, layers=(0, 1)):
         tolerance = TOLERANCE[batch.pool.dtype if queries == torch.float16 else queries]
         torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(lse.float(), expected_lse, atol=tolerance, rtol=tolerance)
+
+
+def check(backend, batch, group, queries=torch.float16, layers=(0, 1)):
+    """The same, and fail if FlashInfer was given up."""
+    compare(backend, batch, group, queries, layers)
     assert not backend._broken, "a call was not as it has to be"
 
 
@@ -251,6 +256,32 @@ class TestFallingBack:
         (record,) = caplog.records
         assert "it cannot plan (RuntimeError: Ninja build failed.)" in record.message
         assert tried == [1]
+
+    @pytest.mark.parametrize("number", range(6))
+    def test_a_run_that_fails_is_computed_again_by_triton(self, number, caplog):
+        """Whichever of a layer's parts it is of, also where Triton has read only the beginnings of lanes."""
+        lengths, masses = [[60, 50], [80, 70], [9, 0]], {0: 12, 1: 20}
+        fault = RuntimeError("an illegal instruction was encountered\nand much more")
+        library = Recording(documented(), {"run": (number, fault)})
+        backend = FlashInferBackend(library)
+        with caplog.at_level(logging.WARNING):
+            compare(backend, batch_with([1, 6, 1], lengths, masses), 3)
+            compare(backend, batch_with([1, 6, 1], lengths, masses, seed=1), 3)
+        (record,) = caplog.records
+        assert "it cannot run (RuntimeError: an illegal instruction was encountered)" in record.message
+        assert library.count("run") == number + 1
+
+    @pytest.mark.parametrize("method", ["plan", "run"])
+    @pytest.mark.parametrize(
+        "error", [torch.OutOfMemoryError("20.00 MiB"), MemoryError()], ids=["device", "host"]
+    )
+    def test_memory_that_is_short_is_no_reason_to_give_it_up(self, method, error, caplog):
+        library = Recording(documented(), {method: (1, error)})
+        backend = FlashInferBackend(library)
+        with pytest.raises(type(error)) as caught:
+            compare(backend, batch_with([1, 6], [[33, 0], [20, 70]]), 3)
+        assert caught.value is error and not caplog.records
+        check(backend, batch_with([1, 6], [[33, 0], [20, 70]], seed=1), 3)
 
 
 def test_every_call_is_one_that_the_installed_package_takes():

@@ -78,3 +78,13 @@ def test_spans_that_zoom_in_while_a_step_is_computed(merged):
     expected = said(ReferenceBackend())
     assert said(backend) == expected and not backend._broken
     assert expected[1] and merged
+
+
+def test_a_run_that_fails_ends_no_request(caplog):
+    """After some that did not."""
+    library = Recording(documented(), {"run": (11, RuntimeError("no kernel image is available"))})
+    backend = FlashInferBackend(library)
+    options = keep("gracekv", 0.4), torch.float16, 16, 64, torch.float16
+    assert two_turns(backend, *options) == two_turns(ReferenceBackend(), *options)
+    assert backend._broken and library.count("run") == 12
+    assert [record.message.count("it cannot run") for record in caplog.records] == [1]

@@ -20,6 +20,7 @@ from minikv.config import EngineConfig, TierConfig
 from minikv.engine import Engine
 from minikv.kernels.backend import CPU
 from minikv.kernels.triton.backend import TritonBackend
+from minikv.models import graphs as graphs_module
 from minikv.models.decoder import Decoder
 from minikv.scheduler.request import Lanes
 
@@ -90,6 +91,23 @@ def test_steps_in_which_a_sequence_zooms_in_are_computed_without(monkeypatch):
     tokens, engine = both(True)
     assert tokens == expected and engine.zoomed.rows > 0
     assert 3 <= engine.model.graphs.num_replayed <= 6
+
+
+def test_the_engine_says_the_same_where_tables_have_little_room(monkeypatch):
+    """For one row, or for two, but not both."""
+
+    def few(engine):
+        requests = [*engine.add(PROMPTS[2], greedy(3)), *engine.add(PROMPTS[2][2:], greedy(5))]
+        collector = drain(engine)
+        return [collector.tokens[request] for request in requests]
+
+    expected = few(engine_of(monkeypatch, False))
+    lanes = TINY.num_layers * TINY.num_kv_heads
+    monkeypatch.setattr(graphs_module, "MOST_TABLE_BYTES", 2 * lanes * graphs_module.LEAST_ENTRIES // 16 * 4)
+    engine = engine_of(monkeypatch, True)
+    assert few(engine) == expected
+    graphs = engine.model.graphs
+    assert graphs.num_replayed == 4 and [bucket.rows for bucket in graphs._steps] == [1]
 
 
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "architecture": "qwen3", "qkv_bias": True}])

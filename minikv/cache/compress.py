@@ -6,16 +6,16 @@ counts all entries; a budget that holds everything changes nothing.
 
 from __future__ import annotations
 
-import math
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from minikv.cache.ceiling import Ceiling
+from minikv.cache.crew import Crew, crew_size
 from minikv.cache.evidence import Recorded
 from minikv.cache.lanes import LaneStore
 from minikv.cache.merging import Merger, is_merging, kept_rows
@@ -32,11 +32,12 @@ from minikv.cache.policies.select import select
 from minikv.cache.policies.window import Window
 from minikv.cache.protect import Ranges, pinned_too_much, protect
 from minikv.cache.references import Seen
-from minikv.cache.showing import for_refit, joined, shown_to
+from minikv.cache.showing import for_refit, joined
 from minikv.cache.spans.codes import Basis
 from minikv.cache.spans.routing import MUTED
 from minikv.cache.spans.share import lanes_part
 from minikv.cache.stage import Stage
+from minikv.cache.task import Task, refits
 from minikv.config import CacheConfig
 from minikv.errors import ConfigError
 from minikv.kernels.backend import CPU, AttentionBackend
@@ -44,6 +45,8 @@ from minikv.models.config import ModelConfig
 from minikv.models.rope import Rope
 
 __all__ = ["Compressor", "Ranges", "Report", "evidence_for", "refits"]
+
+RowsOf = Callable[[LayerView], tuple[Rows, Tensor]]
 
 _FUTURE_SPAN = 128  # positions that queries still to come are spread over
 
@@ -81,15 +84,6 @@ class Report:
         return self.entries[0] != self.entries[1]
 
 
-def refits(policy: AnyPolicy, cache: CacheConfig, ratio: float = math.inf) -> bool:
-    """Whether what a policy leaves is to be refitted: as asked, or else from the `ratio` on, of entries there
-    were to those that stay, from which the policy does so by itself."""
-    if cache.refit is not None:
-        return cache.refit
-    least = getattr(policy, "refit_from", None)
-    return least is not None and ratio >= least
-
-
 def evidence_for(policy: AnyPolicy, cache: CacheConfig) -> Evidence:
     """What has to be recorded for a policy under a configuration."""
     if not refits(policy, cache):
@@ -97,66 +91,9 @@ def evidence_for(policy: AnyPolicy, cache: CacheConfig) -> Evidence:
     return joined([policy.evidence, for_refit(cache.window)])
 
 
-@dataclass(frozen=True)
-class _Task:
-    """One compression that has something to do.
-
-    valid, protected: [layers, kv_heads, n] bool; lengths: [layers, kv_heads] int64; positions:
-    [layers, kv_heads, n] int32; total: entries that may stay; ceiling, room: of a budget in bytes. stage: of
-    entries that come before those of the lanes.
-    """
-
-    seq: int
-    stage: Stage | None
-    policy: Any  # a Policy or a MergingPolicy
-    cache: CacheConfig
-    num_tokens: int
-    recorded: Recorded
-    lengths: Tensor
-    valid: Tensor
-    positions: Tensor
-    protected: Tensor
-    total: int
-    ceiling: Ceiling | None
-    room: int
-
-    @cached_property
-    def floors(self) -> Tensor:
-        """[layers, kv_heads] int64, protected entries of each lane."""
-        return self.protected.sum(dim=-1)
-
-    @cached_property
-    def shown(self) -> Recorded:
-        """What the policy may see."""
-        return shown_to(self.recorded, self.policy.evidence)
-
-    @cached_property
-    def refit_evidence(self) -> Recorded | None:
-        """What a refit may see; None if there is to be none, or if nothing was recorded for it."""
-        wanted = for_refit(self.cache.window)
-        ratio = int(self.lengths.sum()) / self.total
-        if not refits(self.policy, self.cache, ratio) or not self.recorded.serves(wanted):
-            return None
-        return shown_to(self.recorded, wanted)
-
-    @property
-    def beside(self) -> int:
-        """Entries of each lane that are staged."""
-        return 0 if self.stage is None else self.stage.num_tokens
-
-    @property
-    def end(self) -> int:
-        """Position after the last entry that may be changed."""
-        free = self.valid & ~self.protected
-        return int(self.positions[free].max()) + 1
-
-    def protected_of(self, layer: int) -> Tensor:
-        """[kv_heads, n] bool, n the longest lane of the layer."""
-        return self.protected[layer, :, : int(self.lengths[layer].max())]
-
-
 class Compressor:
-    """Compresses sequences of one store. Layers are read, scored and moved one at a time."""
+    """Compresses sequences of one store. Layers are read and moved one at a time, in order; in between as
+    many are worked on side by side as the model's backend has threads, if memory lasts."""
 
     def __init__(self, store: LaneStore, model: Weights):
         self.store = store
@@ -316,7 +253,7 @@ class Compressor:
         room: int,
         of_tokens: int | None,
         stage: Stage | None = None,
-    ) -> _Task | None:
+    ) -> Task | None:
         """What there is to do; None if the budget holds everything."""
         lengths = self._lengths(seq, stage)
         valid = _valid(lengths)
@@ -355,7 +292,7 @@ class Compressor:
             return None  # what is pinned may be all there is, and more than a budget in entries
         sizes = max(total, int(least.sum())), ceiling, room
         held = lengths, valid, positions, protected
-        return _Task(seq, stage, policy, cache, num_tokens, recorded, *held, *sizes)
+        return Task(seq, stage, policy, cache, num_tokens, recorded, *held, *sizes)
 
     def _drop_muted(self, seq: int, policy: AnyPolicy) -> bool:
         """Drop entries that attention does not see; they mean nothing to a policy that zooms in on none."""
@@ -371,7 +308,7 @@ class Compressor:
 
     # Keeping
 
-    def _evict(self, task: _Task) -> None:
+    def _evict(self, task: Task) -> None:
         keep = self._keep(task)
         if task.stage is None and int(keep.sum()) == int(task.lengths.sum()):
             return
@@ -379,13 +316,13 @@ class Compressor:
             self.store.rewrite(task.seq, keep)
             return
 
-        def rows_of(layer: int) -> tuple[Rows, Tensor]:
-            view, held = self._view(task, layer), task.protected_of(layer)
-            rows, source = kept_rows(view, keep[layer, :, : held.shape[1]], held)
+        def rows_of(view: LayerView) -> tuple[Rows, Tensor]:
+            held = task.protected_of(view.layer)
+            rows, source = kept_rows(view, keep[view.layer, :, : held.shape[1]], held)
             return self._refitted(task, view, rows), source
 
-        end = 0 if task.refit_evidence is None else task.end
-        self.store.replace(task.seq, rows_of, end, task.beside)
+        with self._crew(task) as crew:
+            self._replace(task, crew, rows_of, 0 if task.refit_evidence is None else task.end)
 
     def _take_all(self, seq: int, stage: Stage) -> None:
         """Put everything that is staged into the lanes, before what they hold."""
@@ -396,7 +333,7 @@ class Compressor:
 
         self.store.replace(seq, rows_of, 0, stage.num_tokens)
 
-    def _keep(self, task: _Task) -> Tensor:
+    def _keep(self, task: Task) -> Tensor:
         """[layers, kv_heads, n] bool, the entries that stay."""
         scores = self._scores(task)
         question = Allocation(scores, task.lengths, task.floors, task.total)
@@ -404,48 +341,71 @@ class Compressor:
             return select(scores, task.policy.allocate(question))
         return select(scores, _allocate_pages(task.policy, question, task.ceiling, task.room))
 
-    def _scores(self, task: _Task) -> list[Tensor]:
+    def _scores(self, task: Task) -> list[Tensor]:
         """Per layer [kv_heads, n] float32, +inf for protected entries and -inf past a lane's end. They are
         computed where the pool is, and come to the host."""
-        scores = []
-        for layer in range(len(task.lengths)):
-            view = self._view(task, layer, self.store.pool.device)
-            given = task.policy.score(view).to(CPU, torch.float32)
-            given = given.masked_fill(task.protected_of(layer), torch.inf)
-            scores.append(given.masked_fill(~task.valid[layer, :, : given.shape[1]], -torch.inf))
-        return scores
 
-    def _view(self, task: _Task, layer: int, device: torch.device = CPU) -> LayerView:
+        def scores_of(view: LayerView) -> Tensor:
+            given = task.policy.score(view).to(CPU, torch.float32)
+            given = given.masked_fill(task.protected_of(view.layer), torch.inf)
+            return given.masked_fill(~task.valid[view.layer, :, : given.shape[1]], -torch.inf)
+
+        device = self.store.pool.device
+        with self._crew(task) if device == CPU else Crew(1) as crew:
+            return list(crew.map(scores_of, self._views(task, device)))
+
+    def _crew(self, task: Task) -> Crew:
+        """Who works on the layers of a task on the host."""
+        _, heads, longest = task.valid.shape
+        return Crew(crew_size(self.model.backend.threads, 8 * heads * longest * self.store.pool.head_dim))
+
+    def _replace(self, task: Task, crew: Crew, rows_of: RowsOf, end: int) -> None:
+        """Let the store put what `rows_of` makes of a layer's view in its place, layer by layer."""
+        # The rows of one layer alone are staged, and wanted until its own are written.
+        made = crew.map(rows_of, self._views(task), ahead=task.stage is None)
+        self.store.replace(task.seq, lambda _: next(made), end, task.beside)
+
+    def _views(self, task: Task, device: torch.device = CPU) -> Iterator[LayerView]:
+        """All layers in order, each read when it is asked for."""
+        return (self._view(task, layer, device) for layer in range(len(task.lengths)))
+
+    def _view(self, task: Task, layer: int, device: torch.device = CPU) -> LayerView:
         wanted = task.policy.evidence
         output, gram = wanted.output_weight, wanted.output_gram
         return self.view(task.seq, layer, task.num_tokens, task.shown, output, gram, device, task.stage)
 
     # Merging
 
-    def _merge(self, task: _Task, basis: Basis | None) -> Basis | None:
+    def _merge(self, task: Task, basis: Basis | None) -> Basis | None:
         """Returns what codes in entries mean, if the policy makes any."""
-        measured, refit = [], task.refit_evidence is not None
-        for layer in range(len(task.lengths)):
-            own = None if basis is None else basis.layer(layer)
-            view = replace(self._view(task, layer), refit=refit, basis=own)
-            measured.append(task.policy.measure(view, task.protected_of(layer)))
-        merger = Merger(task.policy, measured, task.lengths, task.floors)
-        assignment = (
-            merger.assign(task.total)
-            if task.ceiling is None
-            else merger.assign_pages(task.total, task.ceiling, task.room)
-        )
+        refit = task.refit_evidence is not None
+        with self._crew(task) as crew:
+            slots = self.model.backend.slots
+            slots = slots.alone() if slots is not None and crew.size > 1 else slots
 
-        def rows_of(layer: int) -> tuple[Rows, Tensor]:
-            view, held = self._view(task, layer), task.protected_of(layer)
-            rows, source = merger.rows(layer, view, assignment[layer], held)
-            return self._refitted(task, view, rows, getattr(measured[layer], "seen", None)), source
+            def measure(view: LayerView) -> Any:
+                own = None if basis is None else basis.layer(view.layer)
+                shown = replace(view, refit=refit, basis=own, slots=slots)
+                return task.policy.measure(shown, task.protected_of(view.layer))
 
-        self.store.replace(task.seq, rows_of, task.end, task.beside)
+            measured = list(crew.map(measure, self._views(task)))
+            merger = Merger(task.policy, measured, task.lengths, task.floors)
+            assignment = (
+                merger.assign(task.total)
+                if task.ceiling is None
+                else merger.assign_pages(task.total, task.ceiling, task.room)
+            )
+
+            def rows_of(view: LayerView) -> tuple[Rows, Tensor]:
+                layer, held = view.layer, task.protected_of(view.layer)
+                rows, source = merger.rows(layer, view, assignment[layer], held)
+                return self._refitted(task, view, rows, getattr(measured[layer], "seen", None)), source
+
+            self._replace(task, crew, rows_of, task.end)
         made = [layer.basis for layer in measured if hasattr(layer, "basis")]
         return Basis.stacked(made) if made else basis
 
-    def _refitted(self, task: _Task, view: LayerView, rows: Rows, seen: Seen | None = None) -> Rows:
+    def _refitted(self, task: Task, view: LayerView, rows: Rows, seen: Seen | None = None) -> Rows:
         """The rows with masses and values corrected, if there is to be a refit; seen: by the policy."""
         if task.refit_evidence is None:
             return rows

@@ -40,6 +40,7 @@ class AttentionBackend(Protocol):
     page_size: int
     keys_transposed: bool  # how key pages lie in the pool
     device: torch.device  # where the pool, the weights and the forward pass are
+    threads: int  # of the host, for what is computed there
 
     @property
     def slots(self) -> SlotKernels | None:
@@ -118,13 +119,13 @@ def choose_backend(
 
     check_backend_name(name, device)
     if name == "torch":
-        return TorchBackend(), "plain torch kernels, as asked"
+        return TorchBackend(threads), "plain torch kernels, as asked"
     if name == "reference":
         return ReferenceBackend(), "the slow float64 oracle, as asked"
     if name == "triton":
-        return _triton_backend(device, head_dim, page_size, "as asked")
+        return _triton_backend(device, threads, head_dim, page_size, "as asked")
     if name == "flashinfer" or device == "cuda":
-        return _flashinfer_backend(name, device, head_dim, page_size, kv_dtype)
+        return _flashinfer_backend(name, device, threads, head_dim, page_size, kv_dtype)
     from minikv.kernels.cpu.backend import CpuBackend, why_unusable
 
     problem = why_unusable(head_dim, page_size)
@@ -133,11 +134,11 @@ def choose_backend(
         return backend, f"compiled kernels, {backend.isa}, {threads} thread{'' if threads == 1 else 's'}"
     if name == "cpu":
         raise ConfigError(f"backend cpu cannot be used: {problem}; use backend torch.")
-    return TorchBackend(), f"plain torch kernels, because {problem}"
+    return TorchBackend(threads), f"plain torch kernels, because {problem}"
 
 
 def _flashinfer_backend(
-    name: str, device: str, head_dim: int, page_size: int | None, kv_dtype: str
+    name: str, device: str, threads: int, head_dim: int, page_size: int | None, kv_dtype: str
 ) -> tuple[AttentionBackend, str]:
     from minikv.kernels.flashinfer.probe import load
 
@@ -145,20 +146,20 @@ def _flashinfer_backend(
     if isinstance(library, str):
         if name == "flashinfer":
             raise ConfigError(f"backend flashinfer cannot be used: {library}.")
-        return _triton_backend(device, head_dim, page_size, f"because {library}")
+        return _triton_backend(device, threads, head_dim, page_size, f"because {library}")
     from minikv.kernels.flashinfer.backend import FlashInferBackend
 
     place = torch.device("cuda", torch.cuda.current_device())
     why = "as asked" if name == "flashinfer" else "because they are installed and fit the model"
     version = getattr(library, "__version__", "")
     return (
-        FlashInferBackend(library, place),
+        FlashInferBackend(library, place, threads),
         f"FlashInfer {version} on {torch.cuda.get_device_name(place)}, with Triton kernels, {why}",
     )
 
 
 def _triton_backend(
-    device: str, head_dim: int, page_size: int | None, why: str
+    device: str, threads: int, head_dim: int, page_size: int | None, why: str
 ) -> tuple[AttentionBackend, str]:
     from minikv.kernels.triton.probe import interpreted, why_unusable
 
@@ -168,6 +169,6 @@ def _triton_backend(
     from minikv.kernels.triton.backend import TritonBackend
 
     if interpreted():
-        return TritonBackend(), f"Triton kernels interpreted on the CPU, {why}"
+        return TritonBackend(threads=threads), f"Triton kernels interpreted on the CPU, {why}"
     place = torch.device("cuda", torch.cuda.current_device())
-    return TritonBackend(place), f"Triton kernels on {torch.cuda.get_device_name(place)}, {why}"
+    return TritonBackend(place, threads), f"Triton kernels on {torch.cuda.get_device_name(place)}, {why}"

@@ -20,6 +20,7 @@ class ReferenceBackend:
     page_size = 32
     keys_transposed = False
     slots = None
+    threads = 1
     entries = None
     device = torch.device("cpu")
 

@@ -55,7 +55,10 @@ class _Plan:
 
 
 class TorchBackend:
-    """Plain torch operators on the CPU; computes in the type of the queries, whatever the KV dtype is."""
+    """Plain torch operators on the CPU; computes in the type of the queries, whatever the KV dtype is.
+
+    threads: that layers are compressed by; how many torch has is not seen to here.
+    """
 
     name = "torch"
     page_size = 32
@@ -63,6 +66,9 @@ class TorchBackend:
     slots = None
     entries = None
     device = torch.device("cpu")
+
+    def __init__(self, threads: int = 1) -> None:
+        self.threads = threads
 
     def plan(self, batch: Batch) -> None:
         """Sort the batch into decode groups of similar length and prefill chunks."""

@@ -12,6 +12,7 @@ that no sequence has are zero, and write to the pool's scratch page.
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ LEAST_ENTRIES = 1024
 
 MOST_GRAPHS = 48
 """Graphs that are kept; the one that was not used for longest makes way."""
+
+MOST_TABLE_BYTES = 512 << 20
+"""Bytes that the lane tables of all graphs have together: those that were not used for longest make way, and
+a step whose graph alone would have more is computed without."""
 
 Run = Callable[[Tensor, Batch], Tensor]
 """Hidden states [T, width] of all rows from the embedded ones, which it may overwrite, and a batch with its
@@ -72,6 +77,10 @@ class Bucket:
     rows: int
     entries: int
     has_mass: bool
+
+    def tables_of(self, batch: Batch) -> tuple[int, ...]:
+        """The shape of its lane tables [rows, layers, kv_heads, P] int32 for lanes as those of a batch."""
+        return (self.rows, *batch.lane_pages.shape[1:3], -(-self.entries // batch.pool.page_size))
 
 
 def bucket_of(batch: Batch) -> Bucket | None:
@@ -125,11 +134,9 @@ class _Step:
     """A graph and the memory that it reads."""
 
     def __init__(self, bucket: Bucket, hidden: Tensor, batch: Batch, backend: Refilling) -> None:
-        width = -(-bucket.entries // batch.pool.page_size)
-        shape = (bucket.rows, *batch.past_lengths.shape[1:])
+        tables = torch.zeros(bucket.tables_of(batch), dtype=torch.int32)
         # As long as any of the bucket: as many splits follow from it.
-        lengths = torch.full(shape, bucket.entries - 1, dtype=torch.int64)
-        tables = torch.zeros(*shape, width, dtype=torch.int32)
+        lengths = torch.full(tables.shape[:-1], bucket.entries - 1, dtype=torch.int64)
         self.batch = _tables_of(batch, tables, lengths, [bucket.has_mass])
         self.hidden = hidden.new_zeros(bucket.rows, hidden.shape[1])
         self.batch.cos = batch.cos.new_zeros(bucket.rows, batch.cos.shape[1])
@@ -165,10 +172,15 @@ class DecodeGraphs:
         self._failed = False
         self.num_replayed = 0
 
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the lane tables of all graphs that are kept."""
+        return sum(step.batch.lane_pages.nbytes for step in self._steps.values())
+
     def replay(self, hidden: Tensor, batch: Batch) -> Tensor | None:
         """Hidden states [T, width] of a step, from its embedded rows [T, width], which stay as they are; they
-        are the graph's own, until the next step. None if the step is none for a graph, or where none can be
-        captured: it is then to be computed without."""
+        are the graph's own, until the next step. None if the step is none for a graph, or its tables are too
+        large, or where none can be captured: it is then to be computed without."""
         bucket = None if self._failed else bucket_of(batch)
         if bucket is None:
             return None
@@ -184,8 +196,8 @@ class DecodeGraphs:
         return step.output[: batch.num_rows]
 
     def _captured(self, bucket: Bucket, hidden: Tensor, batch: Batch) -> _Step | None:
-        if len(self._steps) >= MOST_GRAPHS:
-            del self._steps[next(iter(self._steps))]
+        if not self._make_way(4 * math.prod(bucket.tables_of(batch))):
+            return None
         try:
             step = _Step(bucket, hidden, batch, self._backend)
             step.fill(hidden, batch)
@@ -199,6 +211,14 @@ class DecodeGraphs:
             return None
         step.graph = graph
         return step
+
+    def _make_way(self, needed: int) -> bool:
+        """See that there is room for a graph with so many bytes of tables; False if there can be none."""
+        if needed > MOST_TABLE_BYTES:
+            return False
+        while len(self._steps) >= MOST_GRAPHS or self.table_bytes + needed > MOST_TABLE_BYTES:
+            del self._steps[next(iter(self._steps))]
+        return True
 
     def _forget_if_moved(self, batch: Batch) -> None:
         """Graphs know the pool by its addresses. Lanes that are rewritten change tables and lengths alone."""

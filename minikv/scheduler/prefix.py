@@ -115,8 +115,12 @@ class Prefixes:
 
     # What the scheduler asks
 
+    def serves(self, staged: bool, shares: bool) -> bool:
+        """Whether a request can take blocks over and leave some; `shares` is asked of staged ones."""
+        return not staged or (self._stages and shares)
+
     def waits(self, request: Request) -> bool:
-        """Whether a running request is about to publish a block that this one will take over."""
+        """Whether a running request is about to publish a block that this one, if served, takes over."""
         if not self._publishing or (plan := self._plan(request)) is None:
             return False
         return any(other is not request and _awaits(plan, ahead) for other, ahead in self._publishing.items())
@@ -125,10 +129,10 @@ class Prefixes:
         """Put what is found of a request's prompt into its lanes, if they are empty. What it computes itself
         is published from here on."""
         plan = self._plan(request)
-        if plan is None or (request.staged and not (self._stages and request.shares)):
+        if plan is None or not self.serves(request.staged, request.shares):
             return
         if request.staged:
-            request.course.below = request.course.below or Below(self._storage)
+            request.course.below = request.course.below or Below(self._storage, name=request.name)
         held: list[Handle] = []
         try:
             found = self._take_over(request, plan, held)

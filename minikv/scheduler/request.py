@@ -120,6 +120,11 @@ class Request:
         self.num_prompt = len(self.tokens)
 
     @property
+    def name(self) -> str:
+        """What it is called in a sentence, with all that its lanes came from."""
+        return f"request {self.id}" if self.lanes is None else f"the conversation of request {self.id}"
+
+    @property
     def num_remaining(self) -> int:
         """Tokens whose keys and values are still to be computed; 1 while decoding."""
         return len(self.tokens) - self.num_computed

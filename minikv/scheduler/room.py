@@ -74,6 +74,10 @@ class Room:
             return Way.WHOLE
         return Way.STAGED if stages and below.all_whole else Way.AS_LEFT
 
+    def stages(self, request: Request) -> bool:
+        """Whether a request is, or is going to be, computed against what is below the pool."""
+        return request.staged or (not request.course.turns and self.way(request) is Way.STAGED)
+
     def shares(self, request: Request) -> bool:
         """Whether there is room for a staged request to leave its beginning to others, in whole blocks."""
         return self._stage_pages(request, self._together) <= self._store.pool.num_pages
@@ -109,7 +113,7 @@ class Room:
         keeps_all = request.retention.keeps_all
         if keeps_all and not course.compressions:
             return everything
-        if request.staged or (not request.course.turns and self.way(request) is Way.STAGED):
+        if self.stages(request):
             said = self._store.pages_for(len(request.tokens) - request.num_prompt) + self._store.num_lanes
             kept = request.retention.pages_kept(request.num_prompt, request.pinned)
             return max(course.peak, self._staged(request), kept + said)

@@ -274,7 +274,7 @@ class Scheduler:
     def _admit(self) -> None:
         self._release_abandoned()
         for request in list(self.waiting):
-            if request.waits_for_leader or (self.prefixes is not None and self.prefixes.waits(request)):
+            if request.waits_for_leader or self._waits_for_prefix(request):
                 continue
             if self._let_run(request):
                 self.waiting.remove(request)
@@ -286,6 +286,14 @@ class Scheduler:
             else:
                 message = self.room.shortage(request, len(request.tokens), self.room.most(request))
                 self.exhausted.append((request, message))
+
+    def _waits_for_prefix(self, request: Request) -> bool:
+        """Whether a request is to take over what a running one is about to publish."""
+        prefixes = self.prefixes
+        if prefixes is None or not prefixes.waits(request):
+            return False
+        staged = self.room.stages(request)
+        return prefixes.serves(staged, staged and self.room.shares(request))
 
     def _let_run(self, request: Request) -> bool:
         """Start a waiting request if there is room."""

@@ -86,7 +86,7 @@ class Starting:
         if seq is not None:
             request.seq, request.num_computed, request.num_reused = seq, past, past
             if staged and past and course.below is None and self._storage is not None:
-                course.below = Below(self._storage)
+                course.below = Below(self._storage, name=request.name)
             if way is not Way.AS_LEFT and course.below is not None:
                 course.below.add(self._store, seq, past)
         restored = way is Way.WHOLE and self._put_back(request, past)

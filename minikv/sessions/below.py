@@ -91,7 +91,7 @@ def read_below(
     spans = [_span(file, end - size, end) for size, end in zip(sizes, ends, strict=True)]
     parts = _parts(file.read("below.parts").tolist(), spans, store.lane_shape[0], num_tokens)
     _check_parts(parts, store, storage, course)
-    below = Below(storage)
+    below = Below(storage, name=f"the session {file.path}")
     if "below.basis" in file.tensors:
         packed = file.read("below.basis")
         if not bool(packed.isfinite().all()):

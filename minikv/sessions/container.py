@@ -164,7 +164,7 @@ class Container:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = _open_regular(path)
+        self.path, self._file = path, _open_regular(path)
         try:
             self._size = os.fstat(self._file.fileno()).st_size
             header = self._read_header()

@@ -26,6 +26,7 @@ int mkv_attend(Context*, const Model*, const Pool*, const Batch*, const float*, 
 int mkv_linear(Context*, const Matrix*, const float*, int, float*);
 int mkv_logits(Context*, const Matrix*, const float*, const int64_t*, int, const float*, float, float*, int32_t*);
 int mkv_slots(Context*, const Slots*);
+int mkv_look(Context*, const Looks*);
 int mkv_zoom(Context*, const Model*, const Pool*, const Batch*, const float*, int);
 void mkv_pack(int, const uint8_t*, int, int, const int32_t*, uint8_t*);
 }
@@ -394,7 +395,10 @@ void slots(Bench& bench) {
     const std::vector<int32_t> pools(shape.own, shape.pool);
     const Floats query_rows = random.numbers(heads * queries * n, 0.3f);
     const Floats normalisers = random.numbers(heads * queries, 1, 2), origins = random.numbers(kv_heads * n);
-    const Floats roots = random.numbers(heads * n * n, 0.3f), outputs = random.numbers(heads * n * lanes);
+    Floats roots = random.numbers(heads * n * n, 0.3f);
+    for (size_t i = 0; i < roots.size(); i++)
+      if ((int)(i % n) > (int)(i / n % n)) roots[i] = 0;
+    const Floats outputs = random.numbers(heads * n * lanes);
     const Floats out_squares = random.numbers(heads * lanes, 1, 20);
     const std::string name = "slots-" + std::to_string(n) + "x" + std::to_string(shape.entries);
     bench.check(name, 2e-5f, [&](Context* c) {
@@ -450,6 +454,7 @@ void two_callers(Bench& bench) {
 
 }  // namespace
 
+#include "look_cases.h"
 #include "zoom_cases.h"
 
 int main(int count, char** arguments) {
@@ -471,6 +476,7 @@ int main(int count, char** arguments) {
       attentions(bench);
       whole_layers(bench);
       slots(bench);
+      looks(bench);
       choices(bench);
       zooming_layers(bench);
       short_lived_teams(bench);

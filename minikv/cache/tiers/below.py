@@ -47,8 +47,9 @@ def _is_whole(span: Span, num_tokens: int) -> bool:
 @dataclass(eq=False)
 class Below:
     """The entries of the first `end` tokens of one sequence, of all lanes. `lost` once any cannot be had any
-    more, for want of room or because a file was damaged: the sequence then goes on with what it has.
-    basis: what the codes in the sequence's lanes mean, if they hold any; in no tier's bytes.
+    more, for want of room or because a file was damaged: the sequence then goes on with what it has, or
+    ends. basis: what the codes in the sequence's lanes mean, if they hold any; in no tier's bytes.
+    name: whose entries these are, for the log.
 
     Belongs to the course of the sequence, which has to `forget` it.
     """
@@ -56,6 +57,7 @@ class Below:
     storage: Storage
     lost: bool = False
     basis: Basis | None = None
+    name: str = "a sequence"
     _parts: list[_Part] = field(default_factory=list)
     _key: bytes = b""
 
@@ -143,7 +145,7 @@ class Below:
 
     def copy(self) -> Below:
         """The same of another sequence, lost if there is no room for both."""
-        other = Below(self.storage, self.lost, self.basis)
+        other = Below(self.storage, self.lost, self.basis, self.name)
         if self._parts and not self.lost:
             try:
                 spans = self.spans(self.end)
@@ -311,6 +313,6 @@ class Below:
         """Give up all spans for good, and say why."""
         if self.lost:
             return
-        _LOG.warning("A conversation goes on without what was demoted of it: %s.", reason)
+        _LOG.warning("What was demoted of %s is given up: %s.", self.name, reason)
         self.forget()
         self.lost = True

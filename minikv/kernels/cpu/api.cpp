@@ -219,6 +219,18 @@ void on_team(Context& c, F work) {
   c.team().run([](void* f, int thread, int threads) { (*(F*)f)(thread, threads); }, &work);
 }
 
+// Items in any order, each thread with so many floats of its own.
+template <class F>
+void for_each(Context& c, int items, size_t floats, F work) {
+  // From the start of a cache line: half of all vectors would lie across two.
+  const uintptr_t room = (uintptr_t)c.slots.need(floats * c.team().size() + 16);
+  float* scratch = (float*)((room + 63) / 64 * 64);
+  c.next_task = 0;
+  on_team(c, [&](int thread, int) {
+    for (int64_t item; (item = c.next_task.fetch_add(1)) < items;) work(scratch + floats * thread, (int)item);
+  });
+}
+
 // The status of a call: an exception must not reach a caller that is not C++. All memory is allocated
 // before the team runs, so none is thrown among its threads.
 enum Status { kDone = 0, kOutOfMemory = 1 };
@@ -415,15 +427,15 @@ MKV_API int mkv_logits(Context* c, const Matrix* head, const float* hidden, cons
 // Sums over the nodes of all slots of a layer.
 MKV_API int mkv_slots(Context* c, const Slots* s) {
   return status_of([&] {
-    const int items = s->kv_heads * s->slots;
-    const size_t each = c->kernels->slot_scratch(*s);
-    // From the start of a cache line: half of all vectors would lie across two.
-    const uintptr_t room = (uintptr_t)c->slots.need(each * c->team().size() + 16);
-    float* scratch = (float*)((room + 63) / 64 * 64);
-    c->next_task = 0;
-    on_team(*c, [&](int thread, int) {
-      for (int64_t item; (item = c->next_task.fetch_add(1)) < items;)
-        c->kernels->slot_sums(*s, scratch + each * thread, (int)item);
-    });
+    for_each(*c, s->kv_heads * s->slots, c->kernels->slot_scratch(*s),
+             [&](float* scratch, int item) { c->kernels->slot_sums(*s, scratch, item); });
+  });
+}
+
+// What queries see of all lanes of a layer.
+MKV_API int mkv_look(Context* c, const Looks* s) {
+  return status_of([&] {
+    for_each(*c, s->kv_heads, c->kernels->look_scratch(*s),
+             [&](float* scratch, int lane) { c->kernels->look(*s, scratch, lane); });
   });
 }

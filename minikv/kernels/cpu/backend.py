@@ -17,6 +17,7 @@ from minikv.kernels.cpu.library import (
     BatchStruct,
     LayerStruct,
     LibraryMissing,
+    LooksStruct,
     ModelStruct,
     PoolStruct,
     SlotsStruct,
@@ -198,9 +199,19 @@ class CpuBackend:
         """See `AttentionBackend.slots`."""
         return CompiledSlots(self)
 
-    def run_slots(self, slots: SlotsStruct) -> None:
-        """Fill in what the structure's last pointers lead to."""
-        _check(self.library.mkv_slots(self.context, slots))
+    def run_slots(self, what: SlotsStruct | LooksStruct, single: bool = False) -> None:
+        """Fill in what the structure's last pointers lead to; single: on the calling thread, whatever else
+        the backend is used for at the time."""
+        run = self.library.mkv_slots if isinstance(what, SlotsStruct) else self.library.mkv_look
+        if not single:
+            _check(run(self.context, what))
+            return
+        context = self.library.mkv_create(1, self.isa.encode())
+        _check(0 if context else 1)
+        try:
+            _check(run(context, what))
+        finally:
+            self.library.mkv_destroy(context)
 
     def _pool_struct(self, pool: PagePool) -> PoolStruct:
         # A pool's tensors stay where they are, and an engine has one pool.

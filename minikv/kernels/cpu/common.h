@@ -171,12 +171,31 @@ struct Slots {
   const float* query_rows;             // [query_heads][queries][head_dim]
   const float* normalisers;            // [query_heads][queries]
   const float* origins;                // [kv_heads][head_dim], from where values are measured
-  const float* roots;                  // [query_heads][head_dim][head_dim], of output projections
+  const float* roots;                  // [query_heads][head_dim][head_dim], lower triangles
   const float* outputs;                // [query_heads][head_dim][lanes], projected
   const float* out_squares;            // [query_heads][lanes]
   float* drop;                         // [kv_heads][slots][127]
   float* value_weights;                // [kv_heads][slots][64]
   float *products, *squares;           // [kv_heads][2][slots][63]
+};
+
+// What queries see of a layer's entries (look.h). Of a head's `queries`, the first `hiding` see entries up to
+// their position; entries before `late` are seen by all. `rows` of a head are made of some queries each.
+struct Looks {
+  int32_t kv_heads, group, head_dim, entries, queries, rows, late, hiding;
+  int64_t key_stride, value_stride;  // floats from lane to lane
+  const float *keys, *values;        // [kv_heads][entries][head_dim]
+  const float* bias;                 // [kv_heads][entries], -inf where there is none
+  const int64_t* positions;          // [kv_heads][entries]
+  const float* query_rows;           // [query_heads][queries][head_dim], scaled
+  const int64_t* at;                 // [queries], positions
+  const int32_t* pools;              // [rows], how many queries a row is made of
+  const uint8_t* wanted;             // [kv_heads][entries], what to sum over; null: no sums are wanted
+  float* attention;                  // [query_heads][rows][entries]
+  float* outputs;                    // [query_heads][rows][head_dim]
+  float* normalisers;                // [query_heads][queries]
+  float* sums;                       // [query_heads][queries], of attention to what is wanted
+  float* means;                      // [query_heads][queries][head_dim], and of it times values
 };
 
 // The kernels of one instruction set.
@@ -194,4 +213,6 @@ struct Kernels {
   int (*largest)(const float* x, int n, float* value);
   size_t (*slot_scratch)(const Slots&);  // floats that a thread needs
   void (*slot_sums)(const Slots&, float* scratch, int item);
+  size_t (*look_scratch)(const Looks&);
+  void (*look)(const Looks&, float* scratch, int lane);
 };

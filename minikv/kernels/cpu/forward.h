@@ -249,7 +249,7 @@ static void run_layer(const Run& run, int layer, int thread, int threads) {
 }
 
 extern const Kernels kernels;
-const Kernels kernels = {MKV_NAME, run_layer, attend_any, write_any, zoom_any,     zoom_bytes,
-                         encode,   multiply,  rms_norm,   largest,   slot_scratch, slot_sums};
+const Kernels kernels = {MKV_NAME, run_layer, attend_any, write_any,    zoom_any,  zoom_bytes,   encode,
+                         multiply, rms_norm,  largest,    slot_scratch, slot_sums, look_scratch, look};
 
 }  // namespace MKV_NAMESPACE

@@ -194,6 +194,37 @@ class SlotsStruct(Structure):
     )
 
 
+class LooksStruct(Structure):
+    """`Looks` in common.h."""
+
+    _fields_ = (
+        *(
+            (name, c_int32)
+            for name in ("kv_heads", "group", "head_dim", "entries", "queries", "rows", "late", "hiding")
+        ),
+        ("key_stride", c_int64),
+        ("value_stride", c_int64),
+        *(
+            (name, c_void_p)
+            for name in (
+                "keys",
+                "values",
+                "bias",
+                "positions",
+                "query_rows",
+                "at",
+                "pools",
+                "wanted",
+                "attention",
+                "outputs",
+                "normalisers",
+                "sums",
+                "means",
+            )
+        ),
+    )
+
+
 _SIGNATURES = {
     "mkv_version": (c_int, ()),
     "mkv_isa": (c_char_p, (c_int,)),
@@ -238,6 +269,7 @@ _SIGNATURES = {
         (c_void_p, POINTER(MatrixStruct), c_void_p, c_void_p, c_int, c_void_p, c_float, c_void_p, c_void_p),
     ),
     "mkv_slots": (c_int, (c_void_p, POINTER(SlotsStruct))),
+    "mkv_look": (c_int, (c_void_p, POINTER(LooksStruct))),
     "mkv_linear": (c_int, (c_void_p, POINTER(MatrixStruct), c_void_p, c_int, c_void_p)),
 }
 

@@ -13,49 +13,6 @@ static constexpr float kLeastAttention = 1e-30f, kPlainWeight = 0.1f, kMostLogit
 
 static inline int parent_of(int node) { return kSlot + node / 2; }
 
-// Products
-
-#if defined(MKV_AVX512VNNI)
-static constexpr int kProductVectors = 4;  // there are 32 registers
-#else
-static constexpr int kProductVectors = 2;
-#endif
-
-// c [M][8 V of width] = a [M][depth] b [depth][8 V of width]
-template <int M, int V>
-static inline void product_tile(const float* a, size_t stride, int depth, const float* b, float* c, int width) {
-  F8 acc[M][V];
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) acc[m][v] = f8_zero();
-  for (int k = 0; k < depth; k++) {
-    F8 column[V];
-    for (int v = 0; v < V; v++) column[v] = f8_load(b + (size_t)k * width + 8 * v);
-    for (int m = 0; m < M; m++) {
-      const F8 x = f8_set(a[m * stride + k]);
-      for (int v = 0; v < V; v++) acc[m][v] = f8_fma(x, column[v], acc[m][v]);
-    }
-  }
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) f8_store(c + (size_t)m * width + 8 * v, acc[m][v]);
-}
-
-template <int M>
-static inline void product_rows(const float* a, size_t stride, int depth, const float* b, float* c, int width) {
-  int n = 0;
-  for (; n + 8 * kProductVectors <= width; n += 8 * kProductVectors)
-    product_tile<M, kProductVectors>(a, stride, depth, b + n, c + n, width);
-  for (; n + 16 <= width; n += 16) product_tile<M, 2>(a, stride, depth, b + n, c + n, width);
-  for (; n < width; n += 8) product_tile<M, 1>(a, stride, depth, b + n, c + n, width);
-}
-
-// c [rows][width] = a [rows][depth] b [depth][width]; width is a multiple of 8.
-static void product(const float* a, int rows, int depth, const float* b, float* c, int width) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4)
-    product_rows<4>(a + (size_t)r * depth, depth, depth, b, c + (size_t)r * width, width);
-  for (; r < rows; r++) product_rows<1>(a + (size_t)r * depth, depth, depth, b, c + (size_t)r * width, width);
-}
-
 static inline float dot(const float* a, const float* b, int n) {
   F8 sum = f8_zero();
   for (int i = 0; i < n; i += 8) sum = f8_fma(f8_load(a + i), f8_load(b + i), sum);
@@ -424,7 +381,7 @@ static void slot_sums(const Slots& s, float* scratch, int item) {
   for (int h = 0; h < s.group; h++) {
     const size_t head = (size_t)lane * s.group + h;
     const float* attention = w.attention + h * s.lanes;
-    product(w.centred, kSlot, s.head_dim, s.roots + head * s.head_dim * s.head_dim, w.projected, s.head_dim);
+    product_below(w.centred, kSlot, s.head_dim, s.roots + head * s.head_dim * s.head_dim, w.projected);
     leaf_forms(s, w, head, attention);
     value_masses(s, w, attention);
     add_squares(s, w);

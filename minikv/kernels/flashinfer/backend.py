@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float16, torch.bfloat16)
 
+_SHORTAGES = (MemoryError, torch.OutOfMemoryError)
+"""Errors that say nothing about FlashInfer: the step is lost, and the next may have room."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -52,8 +55,8 @@ class FlashInferBackend(TritonBackend):
 
     name = "flashinfer"
 
-    def __init__(self, library: Any, device: torch.device = CPU):
-        super().__init__(device)
+    def __init__(self, library: Any, device: torch.device = CPU, threads: int = 1):
+        super().__init__(device, threads)
         self._runs = Runs(library, device)
         self._said: set[str] = set()
         self._broken = False
@@ -78,9 +81,17 @@ class FlashInferBackend(TritonBackend):
         if isinstance(batch.plan, _Plan) and batch.plan.parts is None:
             self._plan_parts(batch, q)
         out, lse = super().attend(q, k, v, batch, layer)
-        if isinstance(batch.plan, _Plan):
+        if not isinstance(batch.plan, _Plan):
+            return out, lse
+        try:
             for part in batch.plan.parts or ():
                 _attend_part(part, q, out, lse, batch, layer)
+        except _SHORTAGES:
+            raise
+        except Exception as error:
+            # Some rows have Triton's results of the beginnings of lanes alone: all are attended again.
+            self._give_up(batch, "run", error)
+            return super().attend(q, k, v, batch, layer)
         return out, lse
 
     def _plan_parts(self, batch: Batch, q: Tensor) -> None:
@@ -92,11 +103,11 @@ class FlashInferBackend(TritonBackend):
         busy: list[Run] = []
         try:
             plan.parts = [self._part(batch, share, q, busy) for share in plan.shares]
+        except _SHORTAGES:
+            raise
         except Exception as error:
             # Kernels are compiled here the first time, of which many things can come.
-            self._broken = True
-            first = (str(error).splitlines() or ["no message"])[0]
-            self._leave_to_triton(batch, f"it cannot plan ({type(error).__name__}: {first})")
+            self._give_up(batch, "plan", error)
 
     def _part(self, batch: Batch, share: Share, q: Tensor, busy: list[Run]) -> _Part:
         pool, tables, runs = batch.pool, batch.lane_pages.numpy(), []
@@ -119,6 +130,12 @@ class FlashInferBackend(TritonBackend):
         if np.array_equal(rows, np.arange(first, first + len(rows))):
             return slice(first, first + len(rows))
         return torch.from_numpy(rows).to(self.device)
+
+    def _give_up(self, batch: Batch, failed: str, error: Exception) -> None:
+        """Leave the rest of a batch, and all that come, to Triton."""
+        self._broken = True
+        first = (str(error).splitlines() or ["no message"])[0]
+        self._leave_to_triton(batch, f"it cannot {failed} ({type(error).__name__}: {first})")
 
     def _leave_to_triton(self, batch: Batch, why: str | None) -> None:
         if why is not None and why not in self._said:

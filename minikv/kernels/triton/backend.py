@@ -68,8 +68,9 @@ class TritonBackend:
     keys_transposed = False
     slots = None
 
-    def __init__(self, device: torch.device = CPU) -> None:
+    def __init__(self, device: torch.device = CPU, threads: int = 1) -> None:
         self.device = device
+        self.threads = threads
         self.entries = TritonEntries()
 
     def plan(self, batch: Batch) -> None:

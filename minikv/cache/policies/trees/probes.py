@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minikv.cache.policies.base import LayerView
 from minikv.cache.references import UNSEEN, Seen, reference_queries
+from minikv.kernels.slots import Looked, LookInput
 
 _LEAST = 1e-12
 _USUAL = 4.0
@@ -64,7 +65,9 @@ def observe(
     queries, positions, weights, kinds = _queries(view, rows, future_weight)
     queries = queries / math.sqrt(queries.shape[3])
     wanted = view.valid & ~protected if view.refit else None
-    attention, outputs, normalisers, seen = _attention(view, queries, positions, kinds, rows, wanted)
+    given = _look_input(view, queries, positions, kinds, rows, wanted)
+    looked = _look(given, kinds) if view.slots is None else view.slots.look(given)
+    attention, outputs = looked.attention, looked.outputs
     weights = weights / _scale(view, outputs, weights)
     ahead = _ahead(_asked_for(attention, rows).masked_fill_(protected[:, None, None], 0.0), shifts)
     return Rows(
@@ -73,62 +76,75 @@ def observe(
         torch.cat((outputs, outputs[:, :, :rows]), dim=2),
         torch.cat((weights, shift_weight * weights[:rows])),
         queries.flatten(1, 2),
-        normalisers.flatten(1, 2),
+        looked.normalisers.flatten(1, 2),
         kinds,
-        seen,
+        _seen(view, wanted, looked, kinds),
     )
 
 
-def _attention(
+def _look_input(
     view: LayerView,
     queries: Tensor,
     positions: Tensor,
     kinds: tuple[int, ...],
     rows: int,
     wanted: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Seen | None]:
-    """Of queries [kv_heads, group, c, head_dim] at positions [c]: attention of rows, the root of what is
-    damaged: the mean square [kv_heads, group, q, n]; outputs [kv_heads, group, q, head_dim]; and normalisers
-    of queries [kv_heads, group, c, 1]; and what is seen of the wanted entries [kv_heads, n], if any are.
-
-    One lane at a time, in the same memory, which is faster than all at once.
-    """
-    kv_heads, group, count, width = queries.shape
-    length = view.keys.shape[1]
-    attention, mean = torch.empty(2, kv_heads, group, rows * len(kinds), length).unbind()
-    normalisers = torch.empty(kv_heads, group, count, 1)
-    bias = view.log_mass.masked_fill(~view.valid, -torch.inf)
-    biased = bias.ne(0).any(dim=1).tolist()
+) -> LookInput:
+    """Of queries [kv_heads, group, c, head_dim] at positions [c], so many of each kind, and wanted entries
+    [kv_heads, n]."""
     # Queries to come see everything, and those of the window all but the last entries.
     late = (view.positions > positions.min()).any(dim=0).nonzero()
-    late = int(late[0]) if len(late) else length
-    hidden = view.positions[:, None, late:] > positions[: kinds[0], None]
+    return LookInput(
+        view.keys,
+        view.values,
+        view.log_mass.masked_fill(~view.valid, -torch.inf),
+        view.positions,
+        wanted,
+        queries,
+        positions,
+        kinds[0],
+        int(late[0]) if len(late) else view.keys.shape[1],
+        tuple(count // rows for count in kinds for _ in range(rows)),
+    )
+
+
+def _look(given: LookInput, kinds: tuple[int, ...]) -> Looked:
+    """What `SlotKernels.look` gives, one lane at a time, in the same memory, which is faster than all at
+    once."""
+    kv_heads, group, count, width = given.queries.shape
+    length, rows, late = given.keys.shape[1], len(given.pools), given.late
+    attention, mean = torch.empty(2, kv_heads, group, rows, length).unbind()
+    normalisers = torch.empty(kv_heads, group, count, 1)
+    biased = given.bias.ne(0).any(dim=1).tolist()
+    hidden = given.positions[:, None, late:] > given.at[: given.hiding, None]
     chance = torch.empty(group, count, length)
-    sums, means = torch.empty(kv_heads, group, count), torch.empty(kv_heads, group, count, width)
+    sums = means = None
+    if given.wanted is not None:
+        sums, means = torch.empty(kv_heads, group, count), torch.empty(kv_heads, group, count, width)
     for lane in range(kv_heads):
-        torch.mm(queries[lane].flatten(0, 1), view.keys[lane].t(), out=chance.flatten(0, 1))
+        torch.mm(given.queries[lane].flatten(0, 1), given.keys[lane].t(), out=chance.flatten(0, 1))
         if biased[lane]:
-            chance += bias[lane]
-        chance[:, : kinds[0], late:].masked_fill_(hidden[lane], -torch.inf)
+            chance += given.bias[lane]
+        chance[:, : given.hiding, late:].masked_fill_(hidden[lane], -torch.inf)
         normalisers[lane] = _softmax_(chance)
         _pool(chance, kinds, mean[lane])
-        if wanted is not None:
-            chance.index_fill_(2, (~wanted[lane]).nonzero()[:, 0], 0.0)
+        if given.wanted is not None and sums is not None and means is not None:
+            chance.index_fill_(2, (~given.wanted[lane]).nonzero()[:, 0], 0.0)
             torch.sum(chance, dim=2, out=sums[lane])
-            torch.mm(chance.flatten(0, 1), view.values[lane], out=means[lane].flatten(0, 1))
+            torch.mm(chance.flatten(0, 1), given.values[lane], out=means[lane].flatten(0, 1))
         _pool(chance.square_(), kinds, attention[lane])
-    outputs = (mean.flatten(1, 2) @ view.values).view(kv_heads, group, -1, width)
-    seen = None if wanted is None else _seen(view, wanted, normalisers[..., 0], sums, means, kinds)
-    return attention.sqrt_(), outputs, normalisers, seen
+    outputs = (mean.flatten(1, 2) @ given.values).view(kv_heads, group, -1, width)
+    return Looked(attention.sqrt_(), outputs, normalisers, sums, means)
 
 
-def _seen(
-    view: LayerView, wanted: Tensor, normalisers: Tensor, sums: Tensor, means: Tensor, kinds: tuple[int, ...]
-) -> Seen | None:
-    """From sums [kv_heads, group, c] of attention and of it times values, over the wanted entries; None
-    if a refit takes other queries than these."""
-    references = reference_queries(view)
-    if references is None or len(references.at) != view.group * normalisers.shape[2]:
+def _seen(view: LayerView, wanted: Tensor | None, looked: Looked, kinds: tuple[int, ...]) -> Seen | None:
+    """What was summed over the wanted entries, lane by lane; None if nothing was, or if a refit takes other
+    queries than these."""
+    references = reference_queries(view) if wanted is not None else None
+    sums, means, normalisers = looked.sums, looked.means, looked.normalisers[..., 0]
+    if wanted is None or references is None or sums is None or means is None:
+        return None
+    if len(references.at) != view.group * normalisers.shape[2]:
         return None
 
     def by_lane(each: Tensor) -> Tensor:
