@@ -4,8 +4,8 @@
 
 Decode attention is set against the device's own copy bandwidth, prefill attention against torch's fused
 attention, whole generations against transformers on a model of the same shape with random weights. Then
-what a long context costs whole, at 53 % and at 3 % of its entries. Medians; attention is checked before it is
-timed, except over very long lanes.
+what a long context costs whole, at 53 % and at 3 % of its entries, and what policy sekv does to decoding.
+Medians; attention is checked before it is timed, except over very long lanes.
 With TRITON_INTERPRET=1 and --tiny it runs on the CPU, which tests this file and measures nothing.
 """
 
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.cache.pool import PagePool, page_bytes
-from minikv.config import EngineConfig, TierConfig
+from minikv.config import CacheConfig, EngineConfig, TierConfig
 from minikv.engine import Engine
 from minikv.kernels.backend import ON_DEVICES
 from minikv.kernels.batch import Batch
@@ -63,7 +63,8 @@ MODEL = ModelConfig(
 
 @dataclass(frozen=True)
 class Sizes:
-    """decode: (sequences, entries) each. chunks: (rows, past). engine: (sequences, prompt, reply)."""
+    """decode: (sequences, entries) each. chunks: (rows, past). engine: (sequences, prompt, reply). zoom:
+    prompt, reply and the part of the cache that is left of it."""
 
     copy_bytes: int
     rounds: int
@@ -72,6 +73,7 @@ class Sizes:
     context: int
     model: ModelConfig
     engine: tuple[tuple[int, int, int], ...]
+    zoom: tuple[int, int, float]
 
 
 WHOLE = Sizes(
@@ -82,6 +84,7 @@ WHOLE = Sizes(
     131_072,
     MODEL,
     ((1, 512, 128), (16, 512, 128)),
+    (7168, 128, 0.1),
 )
 QUICK = replace(WHOLE, rounds=5, decode=WHOLE.decode[1:4], chunks=WHOLE.chunks[1:2], engine=WHOLE.engine[:1])
 TINY = Sizes(
@@ -95,6 +98,7 @@ TINY = Sizes(
         num_layers=1, num_query_heads=2, num_kv_heads=1,
     ),
     ((2, 20, 2),),
+    (150, 3, 0.5),
 )  # fmt: skip
 
 
@@ -261,13 +265,14 @@ class RandomWeights:
         pass
 
 
-def engine_of(sizes: Sizes, backend: Any) -> Engine:
-    """An engine over random weights."""
+def engine_of(sizes: Sizes, backend: Any, warm: str | None = None) -> Engine:
+    """An engine over random weights. warm: a tier below its pool."""
     kind = "f32" if interpreted() else "bf16"
     decoder = Decoder(sizes.model, RandomWeights(sizes.model), backend, kind)
     if backend.device.type == "cuda" and backend.name == "triton":
         decoder.use_graphs(CudaGraphs())
-    config = EngineConfig(max_seqs=64, tiers=TierConfig(hot="8MiB" if interpreted() else "8GiB"))
+    tiers = TierConfig(hot="8MiB" if interpreted() else "8GiB", warm=warm, prefixes=False)
+    config = EngineConfig(max_seqs=64, tiers=tiers)
     dtype = torch.float32 if interpreted() else torch.bfloat16
     return Engine(
         decoder, config, dtype, backend.page_size, entry_kernels=backend.entries, device=backend.device
@@ -329,6 +334,34 @@ def bench_engine(sizes: Sizes, time_of: Timer, backend: Any) -> None:
         print(f"{sequences:21} {length:7} {reply:6} {ours:9.0f}  {eager}  {beside}")
 
 
+def bench_zoom(sizes: Sizes, time_of: Timer, backend: Any) -> None:
+    """Decoding after a long prompt, and the rows that come back for each token, in all layers."""
+    engine, (length, reply, share) = engine_of(sizes, backend, "4GiB"), sizes.zoom
+    ids = torch.randint(3, sizes.model.vocab_size, (length,)).tolist()
+    print("decode after a prompt  tokens  of cache  tokens/s  rows back per token")
+    for cache, part in ((CacheConfig(), 1.0), (CacheConfig(policy="sekv", budget=share), share)):
+        decoding(engine, ids, reply, cache, time_of)  # kernels are compiled, and graphs captured
+        seconds, rows = decoding(engine, ids, reply, cache, time_of)
+        speed, back = (reply - 1) / seconds, rows / (reply - 1)
+        print(f"{cache.policy:>21} {length:7} {part:9.0%} {speed:9.0f} {back:20.0f}")
+
+
+def decoding(
+    engine: Engine, ids: list[int], reply: int, cache: CacheConfig, time_of: Timer
+) -> tuple[float, int]:
+    """Seconds that all tokens of a reply but the first take, and rows that are zoomed in meanwhile."""
+    engine.add(ids, SamplingParams(max_tokens=reply, ignore_eos=True), cache=cache)
+    while not any(isinstance(event, TokenEvent) for event in engine.step()):
+        pass
+    rows = engine.zoomed.rows
+    time_of.wait()
+    started = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    time_of.wait()
+    return time.perf_counter() - started, engine.zoomed.rows - rows
+
+
 def backend_of(name: str, device: torch.device) -> Any:
     """A backend by name, or why it cannot serve here."""
     if name == "triton":
@@ -369,7 +402,7 @@ def main() -> int:
             print(f"\nbackend {backend} is left out: {made}")
             continue
         print(f"\nbackend {backend}")
-        for bench in (bench_decode, bench_chunks, bench_context, bench_engine):
+        for bench in (bench_decode, bench_chunks, bench_context, bench_engine, bench_zoom):
             bench(sizes, Timer(device, sizes.rounds), made)
     return 0
 

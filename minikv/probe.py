@@ -20,7 +20,7 @@ from minikv.cache.policies.base import AnyPolicy, Evidence
 from minikv.cache.spans.router import Router
 from minikv.cache.spans.routing import Zooming
 from minikv.cache.spans.share import area_of, lanes_part
-from minikv.cache.spans.zoom import Counters, Zoomed, check_device, zoom_in
+from minikv.cache.spans.zoom import Counters, Zoomed, zoom_in
 from minikv.cache.surprisal import estimated_surprisal
 from minikv.cache.tiers.below import Below
 from minikv.cache.tiers.storage import Storage
@@ -250,7 +250,6 @@ class Probe:
         zooms: bool = getattr(policy, "zooms", False)
         below = None
         if zooms:
-            check_device(self.store.pool, policy.name)
             below = Below(self._storage) if seq not in self._spans else self._spans[seq].below
             self.demote(seq, below)
         try:

@@ -14,6 +14,7 @@ CACHES = {
     "full": None,
     "snapkv": keep("snapkv", 30),
     "gracekv": keep("gracekv", 0.4),
+    "sekv": keep("sekv", 60),
     "demote": keep("snapkv", 30, evicted="demote"),
 }
 QUESTIONS = ("Tell me of the sea.", "Go on.")

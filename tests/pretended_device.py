@@ -7,16 +7,20 @@ cannot look inside. So tests without a GPU find a tensor that was left behind.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from minikv.kernels.torch_cpu import TorchBackend
+
 # One that torch does not try to start.
 DEVICE = torch.device("lazy", 0)
 _INDICES_MAY_DIFFER = ("aten::index", "aten::index_put_", "aten::index_put")
 _LOOKS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero")
-_crossing = [True]
+_crossing: list[list[str]] = [[]]  # what has crossed so far; the last one is of the innermost `watched`
 _COPIES = ("aten::copy_", "aten::_to_copy")
 
 
@@ -55,7 +59,8 @@ def _is_distant(device) -> bool:
     return device is not None and torch.device(device).type == DEVICE.type
 
 
-def _refuse_crossing(func, args, kwargs, distant) -> None:
+def _meets(func, args, kwargs, distant) -> bool:
+    """Whether the host and the device meet in a call, for which the host has to wait."""
     to, name = kwargs.get("device"), func._schema.name
     crosses = to is not None and _is_distant(to) != bool(distant) and name == "aten::_to_copy"
     if name == "aten::copy_":
@@ -63,9 +68,9 @@ def _refuse_crossing(func, args, kwargs, distant) -> None:
     if name in _INDICES_MAY_DIFFER:
         indices = [t for t in tree_flatten(args[1:])[0] if isinstance(t, torch.Tensor)]
         crosses = bool(distant) and any(not isinstance(t, Distant) and t.dim() for t in indices)
-    looks = name in _LOOKS and distant
-    if crosses or looks:
-        raise RuntimeError(f"{name}: the host and the device meet")
+        masks = [t for t in tree_flatten(args[1])[0] if isinstance(t, torch.Tensor) and t.dtype == torch.bool]
+        crosses |= bool(distant and masks)  # only the device knows how many there are
+    return crosses or bool(name in _LOOKS and distant)
 
 
 def _call(func, args, kwargs):
@@ -77,8 +82,8 @@ def _call(func, args, kwargs):
         indices_only = name in _INDICES_MAY_DIFFER and isinstance(args[0], Distant)
         if not (indices_only and all(not t.is_floating_point() for t in others)):
             raise RuntimeError(f"{name}: tensors of the host and of the device")
-    if not _crossing[-1]:
-        _refuse_crossing(func, args, kwargs, distant)
+    if _meets(func, args, kwargs, distant):
+        _crossing[-1].append(name)
     to = kwargs.get("device")
     stays = bool(distant) if to is None else _is_distant(to)
     if name == "aten::copy_":
@@ -106,9 +111,24 @@ class _Kernel:
 
 
 @contextmanager
+def watched():
+    """A list of the calls in which the host and the device meet from here on."""
+    _crossing.append([])
+    try:
+        yield _crossing[-1]
+    finally:
+        _crossing.pop()
+
+
+class _Nothing(list):
+    def append(self, name):
+        raise RuntimeError(f"{name}: the host and the device meet")
+
+
+@contextmanager
 def nothing_crosses():
     """Nothing may go from the host to the device or back, and nobody may look inside: what a graph needs."""
-    _crossing.append(False)
+    _crossing.append(_Nothing())
     try:
         yield
     finally:
@@ -126,3 +146,27 @@ def pretended_device(monkeypatch, kernels: dict[object, tuple[str, ...]]):
             for name in names:
                 patch.setattr(module, name, _Kernel(getattr(module, name)))
         yield
+
+
+class NearBackend(TorchBackend):
+    """Plain torch on what the device's tensors really are, in the place of kernels."""
+
+    page_size = 16
+    device = DEVICE
+
+    def plan(self, batch):
+        """The plan is a batch that has all that is read of the device."""
+        pool = copy(batch.pool)
+        for name in ("keys", "values", "key_scales", "value_scales", "log_mass", "positions"):
+            setattr(pool, name, near(getattr(pool, name)))
+        pool.device = torch.device("cpu")
+        batch.plan = replace(batch, pool=pool, cos=near(batch.cos), sin=near(batch.sin))
+        super().plan(batch.plan)
+
+    def rotate_and_write(self, qkv, batch, layer):
+        """See `AttentionBackend.rotate_and_write`."""
+        return tuple(map(Distant, super().rotate_and_write(near(qkv), batch.plan, layer)))
+
+    def attend(self, q, k, v, batch, layer):
+        """See `AttentionBackend.attend`."""
+        return tuple(map(Distant, super().attend(*map(near, (q, k, v)), batch.plan, layer)))

@@ -13,6 +13,7 @@ from flashinfer_tools import Recording, batch_with
 from keeping import keep
 from tiny import TINY, RandomWeights, drain, greedy, prompt
 from triton_tools import DEVICE, HEAD_DIMS, ragged_batch, random_rows, run
+from zooming import Shape, routed
 
 from minikv.config import EngineConfig
 from minikv.engine import Engine
@@ -131,6 +132,19 @@ def test_the_engine_speaks_with_flashinfer_as_on_the_cpu(flashinfer, policy, mon
     pairs = list(zip(found[0] + found[1], expected[0] + expected[1], strict=True))
     assert sum(mine == theirs for mine, theirs in pairs) >= 0.6 * len(pairs)
     assert held.sum() == lengths.sum() and flashinfer.count("run") > before
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
+def test_rows_zoom_in_as_on_the_cpu(dtype):
+    for options in (
+        {},
+        {"rows": 300, "spans": 400, "moves": 20},
+        {"longest": 60, "router": True, "parts": 3},
+    ):
+        shape = Shape(dtype=dtype, **options)
+        expected, found = routed(shape, CPU), routed(shape, DEVICE)
+        # Of tokens that are worth nearly as much one may go for another.
+        assert int((found & expected).sum()) >= 0.98 * int(expected.sum()) > 0
 
 
 def test_a_pool_that_does_not_fit_is_one_sentence():

@@ -179,6 +179,26 @@ def test_streams_change_nothing(model, backend, policy):
     assert "copies_beside" not in stats[0]
 
 
+@pytest.mark.parametrize("backend", backends("float32"))
+def test_spans_zoom_in_as_on_the_cpu(model, backend):
+    """With rows that come by the side stream and without, alone and together."""
+    cache = CacheConfig(policy="sekv", budget=0.5, recent=8, window=8, decode_slack=8)
+    options = {"dtype": "fp32", "cache": cache}
+    tiers = TierConfig(hot="64MiB", warm="64MiB")
+    with LLM(str(model), backend="reference", tiers=tiers, cache=cache) as llm:
+        expected = replies(llm)
+        assert llm.engine.zoomed.rows
+    said = []
+    for beside in (False, True):
+        with load(model, backend, **options, tiers=replace(tiers, async_copies=beside)) as llm:
+            said += [replies(llm), replies(llm, together=True)]
+            stats, recorded = llm.engine.tier_stats, llm.engine.model.graphs
+            assert stats["zoomed_rows"] and (not beside or stats["copies_beside"] > 100)
+            assert recorded is None or not recorded._failed
+    assert all(agreement(found, expected) >= 0.8 for found in said)
+    assert said[0] == said[2]
+
+
 @pytest.mark.parametrize("nbytes", [1 << 16, 64 << 20])
 def test_the_side_stream_keeps_its_word(nbytes):
     copies = Copies(CudaStream(DEVICE), nbytes)

@@ -71,7 +71,8 @@ class Expected:
         free = zoom.zooming.rows - self.before.sum(dim=1)
         most = zoom.zooming.moves * len(q)
         entering, leaving = exchanged(chosen, held, worth, self.cells.size, free, most, zoom.zooming)
-        self.after = self.before & ~zoom._tokens(self.cells, leaving) | zoom._tokens(self.cells, entering)
+        moving = zoom._moving(self.cells, entering, leaving)
+        self.after = self.before & (moving >= 0) | (moving > 0)
         self.rank = torch.where(held & (worth >= zoom.zooming.least), worth * zoom.zooming.hold, worth)
         self.least = zoom.zooming.least
 

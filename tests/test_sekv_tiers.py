@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from cli_tools import write_tiny_model
 from demoting import demoting
 from keeping import LANES, keep, pages
@@ -15,7 +14,6 @@ from tiny import Collector, drain, greedy, prompt, tiny_decoder, tiny_engine
 from minikv.cache.tiers.below import Below
 from minikv.cache.tiers.tiers import Tiers
 from minikv.config import TierConfig
-from minikv.errors import ConfigError
 from minikv.scheduler import prefix
 from minikv.scheduler.request import Lanes
 
@@ -242,13 +240,6 @@ def test_a_session_that_was_demoted_is_saved_and_zooms_in_where_it_is_loaded(mod
         assert other.engine.zoomed.rows > 0
         loaded.close()
         assert other.engine.storage.tiers.nbytes == 0
-
-
-def test_on_a_device_it_is_refused(decoder):
-    engine = tiny_engine(decoder, tiers=WARM)
-    engine.store.pool.device = torch.device("cuda")
-    with pytest.raises(ConfigError, match="policy sekv runs on the CPU alone"):
-        engine.add(prompt(60), greedy(), cache=SEKV)
 
 
 def test_a_copy_of_what_is_below_is_lost_where_memory_is_short(decoder, monkeypatch):

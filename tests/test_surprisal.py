@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from pretended_device import DEVICE, pretended_device
 from tiny import TINY, RandomWeights, drain, greedy, prompt
 
 from minikv.cache.evidence import Recorder
@@ -51,6 +52,8 @@ DECODERS = [
     pytest.param(plain, "f32", {}, id="torch"),
     pytest.param(plain, "q8", {}, id="torch, 8 bits"),
     pytest.param(plain, "f32", {"tied_embeddings": False}, id="torch, untied"),
+    pytest.param(plain, "f16", {}, id="a device's"),
+    pytest.param(plain, "f16", {"tied_embeddings": False}, id="a device's, untied"),
 ]
 
 
@@ -143,10 +146,24 @@ def test_some_logits_are_those_of_the_whole_head(make, kind, changes):
         expected = every[:, ids]
         if isinstance(decoder, PackedDecoder):
             assert torch.equal(found, expected)
-        elif kind == "f32":
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        elif kind in ("f32", "f16"):
+            error = 1e-4 if kind == "f32" else 4e-3
+            torch.testing.assert_close(found, expected, rtol=error, atol=error)
         else:  # the table of inputs is not rounded to 8 bits
             assert ((found - expected).abs() < 0.1 * every.std()).all()
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 97])
+def test_of_logits_on_a_device_the_sums_are_taken_there(vocab, monkeypatch):
+    tokens = prompt(300, vocab=vocab)
+    logits, logits_of = table(280, vocab)
+    expected = estimated_surprisal(logits_of, vocab, torch.arange(280), tokens, 20)
+    with pretended_device(monkeypatch, {}):
+        there = logits.to(DEVICE)
+        found = estimated_surprisal(
+            lambda some, ids: there[some][:, ids], vocab, torch.arange(280), tokens, 20
+        )
+    assert type(found) is torch.Tensor and torch.equal(found, expected)
 
 
 class Heard:

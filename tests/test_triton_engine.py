@@ -29,7 +29,8 @@ def two_turns(backend, cache, kv_dtype, page_size, head_dim=32, queries=torch.fl
     """Tokens of two conversations in one batch, prompts in chunks, with a second turn each."""
     decoder = tiny_decoder(backend, head_dim=head_dim, num_query_heads=6, num_kv_heads=2)
     decoder._attention_dtype = queries
-    engine = tiny_engine(decoder, page_size=page_size, kv_dtype=kv_dtype, prefill_chunk=32)
+    tiers = TierConfig(warm="64MiB" if cache is not None and cache.policy == "sekv" else None)
+    engine = tiny_engine(decoder, page_size=page_size, kv_dtype=kv_dtype, prefill_chunk=32, tiers=tiers)
     known, lanes, tokens = list(PROMPTS), [Lanes(), Lanes()], []
     for _ in range(2):
         asked = [
@@ -40,7 +41,8 @@ def two_turns(backend, cache, kv_dtype, page_size, head_dim=32, queries=torch.fl
         tokens += [collector.tokens[request] for request in asked]
         known = [[*ids, *collector.tokens[r], *FOLLOW_UP] for ids, r in zip(known, asked, strict=True)]
     merged = [engine.store.num_merged(lane.seq) for lane in lanes]
-    return tokens, [engine.store.lengths[lane.seq].sum() for lane in lanes], merged
+    held = [engine.store.lengths[lane.seq].sum() for lane in lanes]
+    return tokens, held, merged, engine.zoomed.rows
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,7 @@ def two_turns(backend, cache, kv_dtype, page_size, head_dim=32, queries=torch.fl
         ("adakv", torch.int8, 16),
         ("gracekv", torch.float32, 16),
         ("gracekv", torch.int8, 32),
+        ("sekv", torch.float32, 16),
     ],
 )
 def test_prefill_compression_and_decoding_give_the_tokens_of_the_reference(
@@ -59,12 +62,14 @@ def test_prefill_compression_and_decoding_give_the_tokens_of_the_reference(
     calls = []
     for name in ("copy_entries", "put_rounded"):
         monkeypatch.setattr(entries, name, Recorder(getattr(entries, name), calls))
-    cache = None if policy is None else keep(policy, 0.4, refit=policy == "gracekv")
-    expected, lengths, merged = two_turns(ReferenceBackend(), cache, kv_dtype, page_size)
-    assert two_turns(TritonBackend(), cache, kv_dtype, page_size) == (expected, lengths, merged)
-    assert all(merged) == (policy == "gracekv")
+    budget, merges = (0.7 if policy == "sekv" else 0.4), policy in ("gracekv", "sekv")
+    cache = None if policy is None else keep(policy, budget, refit=policy == "gracekv")
+    expected = two_turns(ReferenceBackend(), cache, kv_dtype, page_size)
+    assert two_turns(TritonBackend(), cache, kv_dtype, page_size) == expected
+    _, _, merged, zoomed = expected
+    assert (all(merged), zoomed > 0) == (merges, policy == "sekv")
     assert ("copy_entries" in calls) == (policy == "adakv" or kv_dtype == torch.int8)
-    assert ("put_rounded" in calls) == (policy == "gracekv")
+    assert ("put_rounded" in calls) == merges
 
 
 class Recorder:
@@ -141,3 +146,5 @@ def test_the_benchmark_for_devices_runs():
     done = subprocess.run([sys.executable, script, "--tiny"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "of copy" in done.stdout and "end to end" in done.stdout
+    zoomed = next(line for line in done.stdout.splitlines() if line.split()[:1] == ["sekv"])
+    assert int(zoomed.split()[-1]) > 0

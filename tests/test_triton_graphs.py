@@ -16,7 +16,7 @@ from triton_tools import INTERPRETED_ONLY
 
 from minikv import memory
 from minikv.cache.pool import PagePool
-from minikv.config import EngineConfig
+from minikv.config import EngineConfig, TierConfig
 from minikv.engine import Engine
 from minikv.kernels.backend import CPU
 from minikv.kernels.triton.backend import TritonBackend
@@ -36,14 +36,16 @@ class Spared(PagePool):
         super().__init__(*args[:8], **options, scratch=True)
 
 
-def engine_of(monkeypatch, graphs, kv_dtype=torch.float32, device=CPU, kind="f32", **changes) -> Engine:
+def engine_of(
+    monkeypatch, graphs, kv_dtype=torch.float32, device=CPU, kind="f32", tiers=None, **changes
+) -> Engine:
     if device == CPU:
         monkeypatch.setattr(memory, "PagePool", Spared)
     config = TINY.__class__(**{**TINY.__dict__, "head_dim": 32, **changes})
     decoder = Decoder(config, RandomWeights(config), TritonBackend(device), kind)
     if graphs:
         decoder.use_graphs(RecordedGraph)
-    options = EngineConfig(debug_checks=True, prefill_chunk=32)
+    options = EngineConfig(debug_checks=True, prefill_chunk=32, tiers=tiers or TierConfig())
     kernels = decoder.backend.entries
     return Engine(decoder, options, kv_dtype, 16, (), entry_kernels=kernels, device=device)
 
@@ -73,6 +75,22 @@ def test_the_engine_says_the_same_with_graphs(policy, kv_dtype, monkeypatch):
     assert graphs.num_replayed >= 10
     assert {bucket.rows for bucket in graphs._steps} >= {1, 4}  # of three requests, and one that is left
     assert {bucket.has_mass for bucket in graphs._steps} >= {policy == "gracekv"}
+
+
+def test_steps_in_which_a_sequence_zooms_in_are_computed_without(monkeypatch):
+    """They are replayed again when it has ended."""
+
+    def both(graphs):
+        engine = engine_of(monkeypatch, graphs, tiers=TierConfig(warm="8MiB"))
+        requests = engine.add(prompt(9), greedy(10))
+        requests += engine.add(prompt(70), greedy(5), cache=keep("sekv", 40))
+        tokens = drain(engine).tokens
+        return [tokens[request] for request in requests], engine
+
+    expected, _ = both(False)
+    tokens, engine = both(True)
+    assert tokens == expected and engine.zoomed.rows > 0
+    assert 3 <= engine.model.graphs.num_replayed <= 6
 
 
 def test_the_engine_says_the_same_where_tables_have_little_room(monkeypatch):

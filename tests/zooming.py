@@ -125,17 +125,17 @@ class Sequence:
         if shape.router:
             heads = shape.heads * shape.group
             scale = 1 + 0.3 * self._normal(LAYERS, heads, shape.head_dim // 4)
-            zoom.router = Router(scale, self._normal(LAYERS, heads))
-        zoom.size = self.sizes.expand(LAYERS, shape.heads, -1).contiguous()
-        zoom.start = self.starts.expand(LAYERS, shape.heads, -1).contiguous()
-        zoom.slot = self.slot
+            zoom.router = Router(scale, self._normal(LAYERS, heads)).on(pool.device)
+        zoom.size = self.sizes.expand(LAYERS, shape.heads, -1).contiguous().to(pool.device)
+        zoom.start = self.starts.expand(LAYERS, shape.heads, -1).contiguous().to(pool.device)
+        zoom.slot = self.slot.to(pool.device)
         areas = torch.stack([torch.stack([ids[: self.per_lane] for ids in layer]) for layer in self.pages])
-        area = (areas[..., None] * PAGE + torch.arange(PAGE)).flatten(2)
+        area = (areas[..., None] * PAGE + torch.arange(PAGE)).flatten(2).to(pool.device)
         zoom.beside = area.shape[-1]
         zoom.rows, zoom.meaning = area.tensor_split([-basis_entries(shape.head_dim)], dim=-1)
         assert self.below.basis is not None
         pool.write_rows(zoom.meaning, *self.below.basis.rows().chunk(2, dim=-1))
-        zoom.owner = torch.full(zoom.rows.shape, -1)
+        zoom.owner = torch.full(zoom.rows.shape, -1, device=pool.device)
         zoom.zooming = Zooming(shape.rows, shape.moves, least=1e-4)
         return zoom
 
@@ -158,10 +158,11 @@ def rope_of(shape: Shape) -> Rope:
     return Rope(RopeConfig(), shape.head_dim)
 
 
-def pool_for(shape: Shape, sequences: int) -> PagePool:
-    """A pool laid out for the compiled kernels."""
+def pool_for(shape: Shape, sequences: int, device: torch.device | None = None) -> PagePool:
+    """A pool laid out for the compiled kernels, or as those of a device are."""
     pages = sequences * LAYERS * shape.heads * (shape.rows // PAGE + shape.spans // 8 + 12)
-    return PagePool(pages, PAGE, shape.head_dim, shape.dtype, keys_transposed=True)
+    place = device or torch.device("cpu")
+    return PagePool(pages, PAGE, shape.head_dim, shape.dtype, keys_transposed=device is None, device=place)
 
 
 def batch_of(sequences: list[Sequence], rows: list[int]) -> Batch:
@@ -179,3 +180,25 @@ def batch_of(sequences: list[Sequence], rows: list[int]) -> Batch:
     batch = Batch(pool, numbers, numbers, numbers + 1, starts, numbers, pages, past, [True] * len(rows))
     batch.route = Routing(batch, [(place, one.zoom) for place, one in enumerate(sequences)])
     return batch
+
+
+def routed(shape: Shape, device: torch.device, counts: tuple[int, ...] = (1, 1, 5, 1, 2)) -> Tensor:
+    """Tokens [layers, kv_heads, num_tokens] bool that plain torch has zoomed in on a device, after steps of
+    so many rows each; fails unless the rows of the area are theirs."""
+    one = Sequence(shape, 3, pool_for(shape, 1, device))
+    for count in counts:
+        one.write_new(count)
+        batch, q = batch_of([one], [count]), one.queries(count).to(device)
+        assert batch.route is not None
+        for layer in range(LAYERS):
+            batch.route(layer, q)
+        one.zoom.check()
+    owner = one.zoom.owner.to("cpu")
+    for layer in range(LAYERS):
+        heads, rows = (owner[layer] >= 0).nonzero().unbind(1)
+        wanted = one.below.rows(layer, heads, owner[layer, heads, rows])
+        assert wanted is not None
+        for a, b in zip(wanted, one.pool.stored(one.zoom.rows.to("cpu")[layer, heads, rows]), strict=True):
+            assert (a is None and b is None) or torch.equal(a, b), "a row is not what lies below"
+    held = torch.zeros(*owner.shape[:2], one.num_tokens + 1, dtype=torch.bool)
+    return held.scatter_(2, owner + 1, True)[..., 1:]

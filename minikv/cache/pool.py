@@ -215,13 +215,13 @@ class PagePool:
             log_mass = log_mass.expand(slots.shape).reshape(-1).to(self.device)
         self.log_mass.view(-1)[flat] = log_mass
 
-    def read_rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def read_rows(self, slots: Tensor, device: torch.device = HOST) -> tuple[Tensor, Tensor]:
         """Gather keys and values [..., head_dim] of slots [...] into fresh memory, in the KV dtype, or
-        float32 if that is int8."""
+        float32 if that is int8, on a device which is the host or the pool's own."""
         shape = (*slots.shape, self.head_dim)
-        keys, values, key_scales, value_scales = self.take_rows(slots.reshape(-1))
-        if key_scales is not None and value_scales is not None:
-            keys, values = keys * key_scales.unsqueeze(-1), values * value_scales.unsqueeze(-1)
+        keys, values, *scales = (t.to(device) for t in self._rows_at(slots.reshape(-1).to(self.device)))
+        if scales:
+            keys, values = (t * scale.unsqueeze(-1) for t, scale in zip((keys, values), scales, strict=True))
         return keys.view(shape), values.view(shape)
 
     def take_rows(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -16,7 +16,8 @@ from torch import Tensor
 # Part of what is kept with an estimate, so that others are not taken for it.
 ESTIMATE = "first 4096 or a twelfth, last 256"
 
-# Rows [n] int64 and ids [k] int64, ascending, to logits [n, k] float32.
+# Rows [n] int64 and ids [k] int64, ascending, to logits [n, k] float32. Where these are on a device, sums are
+# taken there, and one number a row comes to the host.
 LogitsOf = Callable[[Tensor, Tensor], Tensor]
 
 _FIRST, _SHARE = 4096, 12
@@ -34,8 +35,8 @@ def token_surprisal(logits_of: Callable[[Tensor], Tensor], rows: Tensor, targets
     parts = []
     for start in range(0, len(rows), _HEAD_ROWS):
         logits = logits_of(rows[start : start + _HEAD_ROWS])
-        chosen = logits.gather(1, targets[start : start + _HEAD_ROWS, None]).squeeze(1)
-        parts.append(torch.logsumexp(logits, dim=1) - chosen)
+        chosen = logits.gather(1, targets[start : start + _HEAD_ROWS, None].to(logits.device)).squeeze(1)
+        parts.append((torch.logsumexp(logits, dim=1) - chosen).cpu())
     return torch.cat(parts) if parts else torch.empty(0)
 
 
@@ -58,9 +59,9 @@ def estimated_surprisal(
         some, at = rows[done : done + _ROWS], start + done
         text = torch.tensor(tokens[max(0, at + 1 - _LAST) : at + len(some)])
         general, (own, chosen) = logits_of(some, ids), _own(logits_of, first, some, text)
-        target = text[-len(some) :, None]
+        target = text[-len(some) :, None].to(general.device)
         found = general.gather(1, target.clamp(max=first - 1))
-        parts.append(_minus_log_p(general, own, torch.where(target < first, found, chosen)))
+        parts.append(_minus_log_p(general, own, torch.where(target < first, found, chosen)).cpu())
     return torch.cat(parts) if parts else torch.empty(0)
 
 
@@ -80,7 +81,8 @@ def _own(logits_of: LogitsOf, first: int, rows: Tensor, text: Tensor) -> tuple[T
     counted = (at >= 0) & (text >= first)[place] & (_again(text)[place] > ends)
     ids = text[text >= first].unique()
     column = torch.where(counted, torch.searchsorted(ids, text)[place] + 1, 0)
-    own = F.pad(logits_of(rows, ids), (1, 0), value=-torch.inf).gather(1, column)
+    own = F.pad(logits_of(rows, ids), (1, 0), value=-torch.inf)
+    own = own.gather(1, column.to(own.device))
     return own, own[:, -1:]
 
 

@@ -70,6 +70,8 @@ class Batch:
     likeliest: Tensor | None = None
     mass_ends: Tensor | None = None
 
+    _lanes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+
     def make_room_for_captures(self, num_layers: int, query_heads: int, head_dim: int) -> None:
         """Allocate what a decoder fills in of the rows to capture, if there are any."""
         if self.capture_rows is not None:
@@ -84,6 +86,16 @@ class Batch:
     @property
     def num_sequences(self) -> int:
         return len(self.row_starts) - 1
+
+    def lanes_of(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """Page ids [layers, kv_heads, n] int64 and entries before this pass [layers, kv_heads] int64 of a
+        sequence, where the pool is; copied there once."""
+        if sequence not in self._lanes:
+            past = self.past_lengths[sequence]
+            most = int(past.max()) + self.row_starts[sequence + 1] - self.row_starts[sequence]
+            pages = self.lane_pages[sequence, ..., : -(-most // self.pool.page_size)].long()
+            self._lanes[sequence] = pages.to(self.pool.device), past.to(self.pool.device)
+        return self._lanes[sequence]
 
     @cached_property
     def slots(self) -> Tensor:

@@ -105,11 +105,14 @@ class Decoder:
 
     @torch.inference_mode()
     def some_logits(self, hidden: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-        """The columns ids [k] int64, ascending, of `logits`; but for rounding where the head is the table of
-        inputs, whose rows can be had one by one. Other heads are packed as a whole."""
+        """The columns ids [k] int64, ascending, of `logits`, on the decoder's device; but for rounding where
+        the head is the table of inputs or on a device, whose rows can be had one by one. Other heads are
+        packed as a whole."""
         if not len(ids):
-            return torch.empty(len(rows), 0)
-        apart = self.config.tied_embeddings and self.device == CPU and len(ids) < self.config.vocab_size
+            return torch.empty(len(rows), 0, device=self.device)
+        if isinstance(self.head, DeviceLinear):
+            return self.head.of_outputs(hidden.index_select(0, rows.to(self.device)), ids).float()
+        apart = self.config.tied_embeddings and len(ids) < self.config.vocab_size
         if not apart:
             return self.logits(hidden, rows)[:, ids]
         weight = self.basis.hidden(self.embedding.lookup(ids).mul_(self.last_norm))

@@ -65,6 +65,12 @@ class DeviceLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
+    def of_outputs(self, x: Tensor, outputs: Tensor) -> Tensor:
+        """Some columns of y [rows, n]: outputs [n] int64, on any device."""
+        outputs = outputs.to(self.weight.device)
+        bias = None if self.bias is None else self.bias[outputs]
+        return F.linear(x.to(self.weight.dtype), self.weight[outputs], bias)
+
 
 def _pack(weight: Tensor) -> Tensor | None:
     if not torch.backends.mkldnn.is_available() or weight.device.type != "cpu":

@@ -20,7 +20,6 @@ from minikv.cache.policies.registry import ZOOMING_NAMES, make_policy
 from minikv.cache.protect import Ranges
 from minikv.cache.spans.router import Router
 from minikv.cache.spans.share import area_of, lanes_part
-from minikv.cache.spans.zoom import check_device
 from minikv.config import CacheConfig, EngineConfig
 from minikv.errors import ConfigError
 
@@ -235,8 +234,6 @@ class Retentions:
                 "kv_cold a file and a size."
             )
         pool = self._store.pool
-        if zooms:
-            check_device(pool, cache.policy)
         stored = str(pool.dtype).removeprefix("torch.")
         for name, given, own, default in (
             ("kv_dtype", cache.kv_dtype, stored, "auto"),

@@ -156,6 +156,6 @@ def pack(codes: Tensor, digits: int) -> Tensor:
 def unpack(numbers: Tensor, digits: int) -> Tensor:
     """The codes [..., cells, components] float32 of entries [..., 2 * head_dim]."""
     whole = numbers.float().round().to(torch.int32) + LEVELS**digits // 2
-    shifts = 4 * torch.arange(digits, dtype=torch.int32)
+    shifts = 4 * torch.arange(digits, dtype=torch.int32, device=numbers.device)
     parts = (whole[..., None, :] >> shifts[:, None]) & (LEVELS - 1)
     return parts.unflatten(-1, (_CELLS, -1)).flatten(-3, -2).float()

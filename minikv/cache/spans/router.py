@@ -31,6 +31,10 @@ class Router:
         shape = (layers, query_heads)
         return cls(torch.ones(*shape, head_dim // 4), torch.zeros(shape))
 
+    def on(self, device: torch.device) -> Router:
+        """The same, with its numbers on a device."""
+        return Router(self.scale.to(device), self.bias.to(device))
+
     @property
     def num_parameters(self) -> int:
         """Numbers that were learned."""
