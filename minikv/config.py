@@ -138,6 +138,11 @@ class CacheConfig:
                 "policy sekv keeps everything below the pool anyway and brings back what is asked for; "
                 'leave evicted at "drop".'
             )
+        if self.policy == "sekv" and self.refit:
+            raise ConfigError(
+                "refit corrects entries that stand for others; those of policy sekv stand for themselves, and "
+                "the rest is brought back as it was."
+            )
         if self.profile is None:
             return
         if not isinstance(self.profile, str):

@@ -291,6 +291,8 @@ def test_a_refit_asks_for_all_heads_beside_what_the_policy_wants():
 def test_refitting_what_keeps_everything_is_refused_in_a_sentence():
     with pytest.raises(ConfigError, match=r"^refit corrects .*everything\.$"):
         CacheConfig(refit=True)
+    with pytest.raises(ConfigError, match=r"^refit corrects .* of policy sekv stand for themselves"):
+        CacheConfig(policy="sekv", budget=0.1, refit=True)
     with pytest.raises(ConfigError, match="refit must be"):
         CacheConfig(policy="snapkv", budget=0.5, refit="yes")
     assert CacheConfig(refit=False).refit is False
