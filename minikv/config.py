@@ -140,8 +140,8 @@ class CacheConfig:
             )
         if self.policy == "sekv" and self.refit:
             raise ConfigError(
-                "refit corrects entries that stand for others; those of policy sekv stand for themselves, and "
-                "the rest is brought back as it was."
+                "refit corrects entries that stand for others; those of policy sekv stand for themselves, "
+                "and the rest is brought back as it was."
             )
         if self.profile is None:
             return
