@@ -293,3 +293,37 @@ def test_long_values_are_cut_in_the_sentence_that_quotes_them(model: Path) -> No
     for options in (("--kv-hot", "1" * 400), ("--file", "f" * 5000), ("--kv-dtype", "x" * 3000)):
         sentence = error_of(invoke("generate", model, "-p", "hi", *options))
         assert len(sentence) < 700
+
+
+@pytest.mark.parametrize("kind", ["same", "relative", "symlink", "hardlink"])
+def test_an_output_that_is_the_cold_tier_as_well_is_refused_before_it_is_touched(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source, output, cold = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n', encoding="utf-8")
+    if kind == "relative":
+        cold = Path("out.jsonl")
+    elif kind != "same":
+        cold = tmp_path / "kv.cold"
+        output.write_bytes(b"")
+        (cold.symlink_to if kind == "symlink" else cold.hardlink_to)(output)
+    given = ("batch", source, "-o", output, "--model", model, "--kv-cold", f"{cold}:1MiB")
+    sentence = f"{output} cannot be both the output and the cold tier; give --kv-cold another file."
+    assert error_of(invoke(*given)) == sentence
+    assert not output.exists() or output.read_bytes() == b""
+
+
+def test_other_files_that_are_the_cold_tier_as_well_are_refused(model: Path, tmp_path: Path) -> None:
+    file, cold = tmp_path / "file.png", ("--kv-cold", f"{tmp_path}/file.png:1MiB")
+    said = f"{file} cannot be both {{}} and the cold tier; give --kv-cold another file."
+    chat = ("chat", model, "--session", file, *cold)
+    assert error_of(invoke(*chat, stdin="hi")) == said.format("the session file")
+    assert not file.exists()
+    inspect = ("inspect", model, "-p", "hi", "-o", file, *cold)
+    assert error_of(invoke(*inspect)) == said.format("the picture")
+    assert not file.exists()
+    file.write_bytes(b"")
+    batch = ("batch", file, "-o", tmp_path / "out.jsonl", "--model", model, *cold)
+    assert error_of(invoke(*batch)) == said.format("the input")
+    assert file.read_bytes() == b""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from minikv.cli import console
+from minikv.cli.apart import check_apart
 from minikv.cli.batch_feed import feed
 from minikv.cli.batch_lines import InputLine, read_line
 from minikv.cli.batch_output import DoneLine, OutputFile
@@ -51,6 +52,9 @@ def batch(
         raise typer.BadParameter("--resume and --overwrite exclude each other.")
     if retry_failed and not resume:
         raise typer.BadParameter("--retry-failed needs --resume.")
+    if source != "-":
+        check_apart(engine, Path(source), "the input")
+    check_apart(engine, output, "the output")
     with ExitStack() as stack:
         requests = stack.enter_context(_open_input(source))
         _check_output(requests, output, known=resume or overwrite)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minikv.cli import console
+from minikv.cli.apart import check_apart
 from minikv.cli.chat_commands import COMMANDS, LeaveChat, run_command
 from minikv.cli.chat_files import Keeper, goes_on, loaded, open_session
 from minikv.cli.chat_state import ChatState
-from minikv.cli.inputs import read_stdin
+from minikv.cli.inputs import read_stdin, user_path
 from minikv.cli.interrupts import Interrupts
 from minikv.cli.line_editor import line_reader
 from minikv.cli.options import CHAT_SAMPLING, COMPRESSION, ENGINE, TEMPLATE, load_llm, takes
@@ -52,6 +53,8 @@ def chat(
     from minikv import SamplingParams
 
     params = SamplingParams(**sampling)
+    if session is not None:
+        check_apart(engine, user_path(session), "the session file")
     own = {} if goes_on(session) else compression
     with load_llm(model, engine, own, progress=console.stderr_is_terminal()) as llm:
         if not llm.tokenizer.has_chat_template:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minikv.cli import console
+from minikv.cli.apart import check_apart
 from minikv.cli.interrupts import Interrupts
 from minikv.cli.options import COMPRESSION, ENGINE, TEMPLATE, load_llm, takes
 from minikv.cli.prompting import job_of, read_prompt
@@ -53,6 +54,7 @@ def inspect(
     """Show what the KV cache of a prompt holds after compression, by layer, head and token."""
     if output is not None:
         _check_output(output)
+        check_apart(engine, output, "the picture")
     text = read_prompt(prompt, file or [])
     from minikv import SamplingParams
 
