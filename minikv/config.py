@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minikv.cache.budget import Budget, parse_budget
+from minikv.cache.budget import Budget, parse_budget, plain_budget
 from minikv.errors import ConfigError, shown
 from minikv.sizes import format_size, parse_size
 
@@ -55,9 +55,9 @@ class CacheConfig:
         and `compresskv` work to a budget; `adakv:SCORING` puts adakv's allocation on another scoring;
         `gracekv` merges entries instead of dropping them; `sekv` merges what lies between surprising tokens
         and brings it back, from the tiers below the pool, where the queries ask for it.
-    budget: what a sequence may keep, protected entries included. A float in (0, 1] is a fraction of its
-        tokens, an int of at least 1 entries per lane on average, a size such as `"64MiB"` a hard ceiling
-        on the bytes of its pages. None only with policy `full`.
+    budget: what a sequence may keep, protected entries included. A float in (0, 1], or text such as
+        `"1/8"`, is a fraction of its tokens, an int of at least 1 entries per lane on average, a size such
+        as `"64MiB"` a hard ceiling on the bytes of its pages. None only with policy `full`.
     sinks, recent: first and last entries of every lane that always stay; a budget too small for them
         gives up recent ones first.
     window: last content tokens of a prompt whose queries policies read.
@@ -131,6 +131,7 @@ class CacheConfig:
                     f"policy {self.policy} needs a budget: a fraction such as 0.1, entries per lane such as "
                     '256, or a size such as "64MiB".'
                 )
+            object.__setattr__(self, "budget", plain_budget(self.budget))
             parse_budget(self.budget)
         if self.policy == "sekv" and self.evicted == "demote":
             raise ConfigError(

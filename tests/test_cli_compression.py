@@ -207,6 +207,7 @@ def mixed_lines() -> list[dict[str, Any]]:
     return [
         {"custom_id": "full", "prompt": TEXT, **plain},
         {"custom_id": "snapkv", "prompt": TEXT, "policy": "snapkv", "budget": 0.1, **plain},
+        {"custom_id": "eighth", "prompt": TEXT, "policy": "snapkv", "budget": "1/8", **plain},
         {"custom_id": "window", "prompt": TEXT, "policy": "window", "budget": 24, "sinks": 2, **plain},
         {"custom_id": "stream", "prompt": TEXT, "policy": "expected", "budget": 40, "prefill": "streaming"}
         | plain,
@@ -231,6 +232,7 @@ def test_a_bad_line_fails_by_itself(model: Path, tmp_path: Path) -> None:
         "zero": ({"policy": "snapkv", "budget": 0}, "at least 1 entry"),
         "float": ({"policy": "snapkv", "budget": 256.0}, "without a point"),
         "quoted": ({"policy": "snapkv", "budget": "256"}, "number in quotes"),
+        "fraction": ({"policy": "snapkv", "budget": "9/8"}, "at most 1 as a fraction"),
         "unknown": ({"policy": "snapkb", "budget": 0.1}, "did you mean snapkv"),
         "type": ({"policy": ["snapkv"], "budget": 0.1}, "There is no policy"),
         "missing": ({"policy": "snapkv"}, "needs a budget"),
@@ -261,6 +263,7 @@ def test_a_line_inherits_what_it_does_not_set() -> None:
     assert cache_of(default) is None
     assert cache_of(default, policy=None, budget=None) is None
     assert cache_of(default, budget=20) == dataclasses.replace(default, budget=20)
+    assert cache_of(default, budget="1/8") == dataclasses.replace(default, budget=0.125)
     assert cache_of(default, policy="snapkv") == dataclasses.replace(default, policy="snapkv", profile=None)
     assert cache_of(default, policy="full") == CacheConfig(window=8)
     assert cache_of(default, pinned=[[0, 4]]) == dataclasses.replace(default, pinned=((0, 4),))

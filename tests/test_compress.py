@@ -102,6 +102,8 @@ def cache(budget, **options):
     [
         (0.5, Budget("fraction", 0.5)),
         (1.0, Budget("fraction", 1.0)),
+        ("1/8", Budget("fraction", 0.125)),
+        (" 3/3 ", Budget("fraction", 1.0)),
         (1, Budget("entries", 1)),
         (256, Budget("entries", 256)),
         ("64MiB", Budget("bytes", 64 << 20)),
@@ -131,6 +133,12 @@ def test_budgets_that_can_be_meant(value, budget):
         ("256", "number in quotes"),
         ("0.5", "number in quotes"),
         ("-64MiB", "not '-64MiB'"),
+        ("1/0", "such as 0.1 or \"1/8\", entries per lane such as 256, .* not '1/0'"),
+        ("3/2", "above 0 and at most 1"),
+        ("0/5", "above 0 and at most 1"),
+        ("-1/8", "not '-1/8'"),
+        ("1/8/2", "not '1/8/2'"),
+        ("1 / 8", "not '1 / 8'"),
     ],
 )
 def test_budgets_that_cannot_be_meant_are_refused_in_a_sentence(value, words):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from minikv.errors import ConfigError, shown
 from minikv.sizes import parse_size
 
-_FORMS = 'a fraction such as 0.1, entries per lane such as 256, or a size such as "64MiB"'
+_FORMS = 'a fraction such as 0.1 or "1/8", entries per lane such as 256, or a size such as "64MiB"'
 _PART = re.compile(r"(\d{1,9})/([1-9]\d{0,8})")
 _PLAIN_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|[+-]?inf", re.IGNORECASE)
 
@@ -38,10 +38,11 @@ class Budget:
 
 
 def parse_budget(value: float | int | str) -> Budget:
-    """The budget that a float in (0, 1], a whole number of entries or a size stands for.
+    """The budget that a float in (0, 1], a fraction as text, a whole number of entries or a size stands for.
 
     Raises ConfigError, saying how to write what was probably meant.
     """
+    value = plain_budget(value)
     if isinstance(value, str):
         return _parse_text(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -62,6 +63,12 @@ def parse_budget(value: float | int | str) -> Budget:
     )
 
 
+def plain_budget(value: Any) -> Any:
+    """A budget with a fraction that is written as text, `1/8`, as a float; another one as it is."""
+    part = _PART.fullmatch(value.strip()) if isinstance(value, str) else None
+    return value if part is None else int(part[1]) / int(part[2])
+
+
 def read_budget(text: str) -> float | int | str:
     """A budget typed as text, in the form that the configuration takes: `0.1`, `1/128`, `256` or
     `64MiB`."""
@@ -72,10 +79,8 @@ def read_budget(text: str) -> float | int | str:
         value: float | int | str = int(typed)
     elif _PLAIN_NUMBER.fullmatch(typed):
         value = float(typed)
-    elif part := _PART.fullmatch(typed):
-        value = int(part[1]) / int(part[2])
     else:
-        value = typed
+        value = plain_budget(typed)
     parse_budget(value)
     return value
 
