@@ -230,3 +230,19 @@ def test_a_large_pool_takes_no_memory_until_it_is_written():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     PagePool(200_000, 32, 64, torch.float32)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+def test_an_area_that_is_not_wanted_any_more_is_not_taken():
+    mirror = Mirror()
+    mirror.open()
+    store, free = mirror.store, mirror.pool.num_free
+    store.ask_area(0, 2)
+    store.ask_area(0, 0)
+    assert not store.has_area(0) and store.pages_missing(0, 1) == LAYERS * HEADS
+    assert store.reserve(0, 1)
+    assert store.areas[0] is None and mirror.pool.num_free == free - LAYERS * HEADS
+    store.ask_area(0, 2)
+    assert store.take_area(0) and store.areas[0].per_lane == 2
+    store.ask_area(0, 2)
+    assert store.areas[0].per_lane == 2
+    store.check()

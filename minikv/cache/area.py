@@ -91,9 +91,11 @@ class Areas:
         return asked.per_lane * heads * (1 if asked.shared else layers) + asked.spare
 
     def ask(self, seq: int, asked: Asked) -> bool:
-        """Note what a sequence is to have in the place of what it has; False if it has that."""
+        """Note what a sequence is to have in the place of what it has, and of what was asked for before;
+        False if it has that."""
         area = self._held[seq]
         if asked.per_lane == (0 if area is None else area.per_lane):
+            self._asked[seq] = Asked()
             return False
         self.release(seq)
         self._asked[seq] = asked
