@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minikv.cache.area import Area
 from minikv.cache.entries import Entries, Stored
 from minikv.cache.lanes import LaneStore
 from minikv.cache.tiers.below import Below
@@ -38,6 +39,7 @@ class Stage:
     below: Below
     num_tokens: int
     failed: bool = False
+    _places: Tensor | None = None  # of the area, for what is put there
 
     @classmethod
     def of(cls, store: LaneStore, seq: int, below: Below | None) -> Stage | None:
@@ -86,13 +88,19 @@ class Stage:
         if parts is None:
             self.failed = True
             return
-        pool, token = self.store.pool, torch.arange(self.num_tokens)
-        pages = torch.from_numpy(area.pages[layer].astype(np.int64))
-        slots = pages[:, token // pool.page_size] * pool.page_size + token % pool.page_size
+        if self._places is None:
+            self._places = self._placed(area, [(start, end) for start, end, _ in parts])
         # All at once: many short parts would take longer to write than to read.
-        places = torch.cat([slots[:, start:end].reshape(-1) for start, end, _ in parts])
-        pool.put(places, Stored.joined([rows for _, _, rows in parts]))
+        self.store.pool.put(self._places, Stored.joined([rows for _, _, rows in parts]))
         self.below.ahead((layer + 1) % self.store.lane_shape[0])
+
+    def _placed(self, area: Area, parts: list[tuple[int, int]]) -> Tensor:
+        """The pool's rows [n] int64 for parts of tokens [start, end), lane after lane in each; they are the
+        same in every layer."""
+        size, token = self.store.pool.page_size, torch.arange(self.num_tokens)
+        pages = torch.from_numpy(area.pages[0].astype(np.int64))
+        slots = pages[:, token // size] * size + token % size
+        return torch.cat([slots[:, start:end].reshape(-1) for start, end in parts])
 
     def filled(self, layer: int) -> None:
         """`fill`; raises NotThere where that cannot be."""
