@@ -69,9 +69,10 @@ KERNELS := setup.py $(wildcard minikv/kernels/cpu/*.cpp minikv/kernels/cpu/*.h)
 # The library lies beside its sources and may be deleted there. The stamp names what was built: nothing without a
 # compiler, where another run would build nothing either.
 LIBRARY := $(shell cat $(VENV)/.base 2>/dev/null)
-$(LIBRARY): ;
+DELETED := $(filter-out $(wildcard $(LIBRARY)),$(LIBRARY))
+$(DELETED): ;
 
-$(VENV)/.base: pyproject.toml constraints.txt $(KERNELS) $(LIBRARY) $(VENV)/.created
+$(VENV)/.base: pyproject.toml constraints.txt $(KERNELS) $(DELETED) $(VENV)/.created
 	@echo "Installing minikv and what it needs into $(VENV); the first time takes some minutes."
 	$(VENV)/bin/python $(PIP) --editable .
 	ls minikv/kernels/cpu/_kernels*.so > $@ 2>/dev/null || true
