@@ -7,8 +7,8 @@ from setuptools import Extension, setup
 FOLDER = os.path.join("minikv", "kernels", "cpu")
 SOURCES = ("api", "team", "isa_generic", "isa_avx2", "isa_avx512", "isa_neon")
 HEADERS = (
-    *("common", "team", "kernels", "simd", "dots", "matmul", "attention", "ops", "slots"),
-    *("lanes", "estimate", "route", "forward"),
+    *("common", "team", "kernels", "simd", "dots", "matmul", "attention", "ops"),
+    *("products", "slots", "look", "lanes", "estimate", "route", "forward"),
 )
 
 setup(
