@@ -1,7 +1,7 @@
 """What each part of policy sekv is worth: the same tasks without it, at the same bytes of pages.
 
-    sekv            as it is
-    router          with the router that comes with the model, which is not the default
+    sekv            without a router
+    router          with the router that comes with the model, as is the default
     no anchors      spans of fixed length, cut without regard to surprisal
     grain 2, grain 4   twice and four times as many tokens share a code and come back together
     no zoom         only what the lanes hold: sinks, window, anchors

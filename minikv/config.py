@@ -13,6 +13,7 @@ from minikv.sizes import format_size, parse_size
 
 __all__ = [
     "KV_DTYPES",
+    "ROUTERS",
     "WITHOUT_POLICY",
     "CacheConfig",
     "EngineConfig",
@@ -23,6 +24,9 @@ __all__ = [
 ]
 
 WITHOUT_POLICY = {"budget": None, "decode_slack": None, "prefill": "exact", "evicted": "drop"}
+ROUTERS = ("shipped", "none")
+"""Of policy sekv, in the place of a path: the router in this package, which has to be there, and none."""
+
 _LEAST_BELOW = 1000  # bytes; a smaller tier lacks its unit
 _SHORT = 64  # tokens of a prompt that a large window does not keep whole any more
 
@@ -149,6 +153,11 @@ class CacheConfig:
             raise ConfigError(f"profile must be a path, not {shown(self.profile)}.")
         if "compresskv" not in self.policy and self.policy != "sekv":
             raise ConfigError(f"profile is read by compresskv and sekv only, not by policy {self.policy}.")
+
+    @property
+    def profile_path(self) -> str | None:
+        """The profile, if it is a file."""
+        return None if self.policy == "sekv" and self.profile in ROUTERS else self.profile
 
     @property
     def too_short(self) -> int:

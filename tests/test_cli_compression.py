@@ -19,7 +19,7 @@ from minikv.cache.policies.registry import POLICY_NAMES
 from minikv.cli.batch_lines import parse_request, read_line
 from minikv.cli.chat import take_line
 from minikv.cli.chat_state import ChatState
-from minikv.cli.compression import REQUEST_FIELDS, cache_config
+from minikv.cli.compression import REQUEST_FIELDS, cache_config, changed
 from minikv.cli.interrupts import Interrupts
 from minikv.cli.options import COMPRESSION, load_llm, parse_value
 from minikv.errors import ConfigError
@@ -447,3 +447,34 @@ def test_bench_measures_under_a_policy(model: Path, monkeypatch: pytest.MonkeyPa
         assert row["kv_bytes"] < 0.5 * other["kv_bytes"]
     for floor, other in zip(facts["theory"]["floors"], full["theory"]["floors"], strict=True):
         assert floor["kv_bytes_per_sequence"] == other["kv_bytes_per_sequence"] // 4
+
+
+SEKV = CacheConfig(policy="sekv", budget=0.5, profile="none")
+HEADS = CacheConfig(policy="compresskv", budget=0.5, profile="heads")
+
+
+@pytest.mark.parametrize(
+    ("cache", "fields", "kept"),
+    [
+        (SEKV, {"budget": 20}, {"profile": "none", "budget": 20}),
+        (SEKV, {"policy": "compresskv"}, {"profile": None}),
+        (SEKV, {"policy": "snapkv"}, {"profile": None}),
+        (HEADS, {"budget": 20}, {"profile": "heads"}),
+        (
+            CacheConfig(policy="compresskv", budget=0.5, profile="heads"),
+            {"policy": "sekv"},
+            {"profile": None},
+        ),
+        (CacheConfig(policy="gracekv", budget=0.5, refit=True), {"policy": "sekv"}, {"refit": None}),
+        (CacheConfig(policy="snapkv", budget=0.5, evicted="demote"), {"policy": "sekv"}, {"evicted": "drop"}),
+        (CacheConfig(policy="snapkv", budget=0.5, refit=True), {"policy": "adakv"}, {"refit": True}),
+    ],
+)
+def test_a_new_policy_does_not_inherit_what_only_another_understands(cache, fields, kept):
+    after = changed(cache, fields)
+    assert {name: getattr(after, name) for name in kept} == kept
+
+
+def test_what_is_asked_for_with_a_new_policy_is_not_dropped():
+    with pytest.raises(ConfigError, match="refit corrects"):
+        changed(CacheConfig(policy="gracekv", budget=0.5), {"policy": "sekv", "refit": True})

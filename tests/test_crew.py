@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -77,6 +78,45 @@ def test_no_more_is_given_out_than_is_worked_on_and_one_beside(ahead):
     with Crew(3) as crew:
         for number in crew.map(lambda number: number, giving(), ahead=ahead):
             assert len(given) <= number + (4 if ahead else 1)
+
+
+def test_threads_that_are_new_to_torch_meanwhile_start_with_their_own_number():
+    before, found = torch.get_num_threads(), []
+    with Crew(3) as crew:
+        list(crew.map(lambda number: number, range(4)))
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    assert found == [before] and torch.get_num_threads() == before
+
+
+def test_an_interrupt_while_the_crew_is_waited_for_gives_threads_back(monkeypatch):
+    before = torch.get_num_threads()
+
+    def interrupted(pool, **_):
+        shutdown(pool)
+        raise KeyboardInterrupt
+
+    shutdown = ThreadPoolExecutor.shutdown
+    with pytest.raises(KeyboardInterrupt), Crew(2):
+        monkeypatch.setattr(ThreadPoolExecutor, "shutdown", interrupted)
+    assert torch.get_num_threads() == before
+
+
+def test_a_crew_that_cannot_start_leaves_no_thread_waiting(monkeypatch):
+    before, running = torch.get_num_threads(), threading.active_count()
+    submit, calls = ThreadPoolExecutor.submit, []
+
+    def failing(pool, *args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("no more threads")
+        return submit(pool, *args)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", failing)
+    with pytest.raises(RuntimeError, match="no more threads"), Crew(4):
+        pass
+    assert torch.get_num_threads() == before and threading.active_count() == running
 
 
 def test_an_error_is_that_of_the_first_that_failed_and_leaves_no_thread():

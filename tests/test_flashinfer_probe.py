@@ -117,7 +117,7 @@ def test_a_package_that_cannot_be_imported_is_a_reason(here, monkeypatch):
 )
 def test_it_is_taken_on_a_device_that_it_fits(here, made, name, why):
     backend, reason = choose_backend(name, "cuda", 1, 128)
-    assert backend.name == "FlashInferBackend" and backend.given == (PACKAGE, torch.device("cuda", 0))
+    assert backend.name == "FlashInferBackend" and backend.given == (PACKAGE, torch.device("cuda", 0), 1)
     assert reason.startswith("FlashInfer 0.7.4 on NVIDIA H200, with Triton kernels") and why in reason
 
 

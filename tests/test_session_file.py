@@ -15,6 +15,8 @@ from safetensors import safe_open
 from session_tools import MORE, PARAMS, QUESTIONS, begun, held, keep, load, more, named
 
 from minikv import LLM, CacheConfig, ConfigError, SamplingParams, SessionError, TierConfig
+from minikv.sessions.container import Unusable
+from minikv.sessions.plain import cache_of, plain_cache
 
 CACHES = [
     None,
@@ -262,3 +264,17 @@ def test_another_process_goes_on_with_the_built_in_model(smollm_path, tmp_path, 
     expected = [[list(r.token_ids), r.usage.reused_tokens] for r in replies]
     assert expected[0][1] == known
     assert go_on_elsewhere(smollm_path, tmp_path / "s", "256MiB", options, MORE, 16) == expected
+
+
+@pytest.mark.parametrize("router", ["none", "shipped", None])
+def test_what_stands_in_the_place_of_a_routers_path_is_no_file(router, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cache = CacheConfig(policy="sekv", budget=60, profile=router)
+    assert cache_of(json.loads(json.dumps(plain_cache(cache)))) == cache
+
+
+def test_a_profile_that_is_gone_is_named():
+    for policy, profile in (("sekv", "router.safetensors"), ("compresskv", "none")):
+        fields = plain_cache(CacheConfig(policy=policy, budget=60, profile=profile))
+        with pytest.raises(Unusable, match=f"calibration profile .*{profile}, which is not there any more"):
+            cache_of(json.loads(json.dumps(fields)))

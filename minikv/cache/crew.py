@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Barrier, Thread
 from types import TracebackType
 from typing import TypeVar
 
@@ -29,9 +30,15 @@ def crew_size(threads: int, layer_bytes: int) -> int:
     return max(1, min(threads, fitting))
 
 
+def _have_one_thread() -> None:
+    """Let torch have one thread in the calling one, whatever new threads start with."""
+    torch.get_num_threads()  # makes it start with that now, and not when it first computes
+    torch.set_num_threads(1)
+
+
 class Crew:
     """So many threads, for as long as it is entered. A crew of one is the calling thread, with all that torch
-    has; a larger one takes the calling thread's own from it, until it is left.
+    has; a larger one takes the calling thread's own from it, until it is left. Other threads keep theirs.
 
     The calling thread alone reads and writes pages: it gives out what it has read, and takes what was made
     of it.
@@ -45,10 +52,36 @@ class Crew:
     def __enter__(self) -> Crew:
         if self.size > 1:
             self._threads_before = torch.get_num_threads()
-            torch.set_num_threads(1)
-            # New threads start with the number of whoever set it last, in any thread.
-            self._pool = ThreadPoolExecutor(self.size, "minikv", torch.set_num_threads, (1,))
+            try:
+                self._start()
+            except BaseException:
+                self._leave()
+                raise
         return self
+
+    def _start(self) -> None:
+        torch.set_num_threads(1)
+        self._pool = ThreadPoolExecutor(self.size, "minikv", _have_one_thread)
+        there = Barrier(self.size + 1)
+        try:
+            for _ in range(self.size):
+                self._pool.submit(there.wait)
+            there.wait()
+        except BaseException:
+            there.abort()
+            raise
+        # Threads that are new to torch start with the number of whoever set it last, which is not to be ours.
+        setter = Thread(target=torch.set_num_threads, args=(self._threads_before,))
+        setter.start()
+        setter.join()
+
+    def _leave(self) -> None:
+        try:
+            if self._pool is not None:
+                self._pool.shutdown(cancel_futures=True)
+        finally:
+            self._pool = None
+            torch.set_num_threads(self._threads_before)
 
     def __exit__(
         self,
@@ -57,9 +90,7 @@ class Crew:
         traceback: TracebackType | None,
     ) -> None:
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
-            torch.set_num_threads(self._threads_before)
+            self._leave()
 
     def map(
         self, work: Callable[[Given], Made], given: Iterable[Given], *, ahead: bool = True

@@ -21,6 +21,7 @@ from minikv.calibration.profile import (
     read_metadata,
     write_tensors,
 )
+from minikv.config import ROUTERS
 from minikv.errors import ConfigError
 
 KIND = Kind("minikv-router", "2", "router", "`minikv train-router MODEL -o FILE`")
@@ -39,8 +40,7 @@ def load_router_for(path: str | os.PathLike[str], model: CalibratedModel) -> Rou
     return _read(path, metadata)
 
 
-SHIPPED, WITHOUT = "shipped", "none"
-"""In the place of a path: the router in this package, which has to be there, and no router."""
+SHIPPED, WITHOUT = ROUTERS
 
 
 def named_router(profile: str | None, model: CalibratedModel) -> Router | None:

@@ -51,6 +51,11 @@ def same_value(name: str, one: Any, other: Any) -> bool:
     return one == other and type(one) is type(other)
 
 
+def _reader(policy: Any) -> str | None:
+    """Whose profile a policy reads, if it reads any."""
+    return next((name for name in ("compresskv", "sekv") if name in str(policy)), None)
+
+
 def changed(cache: CacheConfig, fields: Mapping[str, Any]) -> CacheConfig:
     """`cache` with some fields set. A new policy does not inherit what only another one understands.
 
@@ -60,6 +65,8 @@ def changed(cache: CacheConfig, fields: Mapping[str, Any]) -> CacheConfig:
     dropped: dict[str, Any] = {}
     if policy == "full":
         dropped |= {**WITHOUT_POLICY, "refit": None}
-    if "compresskv" not in str(policy):
+    if policy == "sekv":
+        dropped |= {"evicted": "drop", "refit": None}
+    if _reader(policy) != _reader(cache.policy):
         dropped |= {"profile": None}
     return dataclasses.replace(cache, **{**dropped, **fields})

@@ -43,21 +43,21 @@ def plain_cache(cache: CacheConfig) -> dict[str, Any]:
     """A cache configuration as JSON. What the pool fixes for every request is the pool's to say."""
     fields = dataclasses.asdict(cache)
     del fields["kv_dtype"], fields["page_size"]
-    if cache.profile is not None:
-        fields["profile"] = os.path.abspath(cache.profile)
+    if cache.profile_path is not None:
+        fields["profile"] = os.path.abspath(cache.profile_path)
     return fields
 
 
 def cache_of(fields: Mapping[str, Any]) -> CacheConfig:
     """The cache configuration of `plain_cache`; Unusable for one that this version does not know."""
-    profile = fields.get("profile")
-    if isinstance(profile, str) and not os.path.isfile(profile):
-        raise Unusable(f"was held with the calibration profile {profile}, which is not there any more")
     fault = Unusable("was held with a cache configuration that this minikv does not know")
     try:
         cache = CacheConfig(**fields)
     except (TypeError, ConfigError):
         raise fault from None
+    profile = cache.profile_path
+    if profile is not None and not os.path.isfile(profile):
+        raise Unusable(f"was held with the calibration profile {profile}, which is not there any more")
     numbers = [value for value in fields.values() if type(value) is int]
     if max([*numbers, *(end for _, end in cache.pinned)], default=0) > LARGEST:
         raise fault

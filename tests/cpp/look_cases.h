@@ -39,6 +39,12 @@ void looks(Bench& bench) {
                     shape.pools.data(), shape.wanted ? wanted.data() : nullptr, attention.data(), outputs.data(),
                     normalisers.data(), shape.wanted ? sums.data() : nullptr,
                     shape.wanted ? means.data() : nullptr};
+      // Nothing is to be read past the end for it, whatever comes out.
+      Floats infinite = query_rows;
+      infinite[n] = INFINITY;
+      Looks far = s;
+      far.query_rows = infinite.data();
+      require(!mkv_look(c, &far), "look of what is infinite");
       require(!mkv_look(c, &s), "look");
       for (float& x : normalisers) x = std::isinf(x) ? -1.f : x;
       for (const Floats* more : {&outputs, &normalisers, &sums, &means}) append(attention, *more);

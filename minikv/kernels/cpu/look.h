@@ -125,7 +125,8 @@ static void look_powers(const Looks& s, const LookScratch& w, int lane, size_t a
   float others = 0;
   for (int i = 0; i < absent; i++) {
     const int t = w.absent[i];
-    if (row[t] == -INFINITY) continue;
+    // Past the end a logit is not what it is made of where the query is infinite.
+    if (t >= s.entries || row[t] == -INFINITY) continue;
     const float power = std::exp(row[t] - top);
     const float* value = s.values + lane * s.value_stride + (size_t)t * n;
     for (int d = 0; d < n; d += 8) f8_store(rest + d, f8_fma(f8_set(power), f8_load(value + d), f8_load(rest + d)));
