@@ -358,9 +358,11 @@ class Engine:
             except NotThere:
                 self._set_back(request)
                 return False
-            except Exception as error:
+            except BaseException as error:  # after an interrupt lanes may be half rewritten as well
                 _LOG.debug("a compression failed", exc_info=True)
                 self._finish(request, "error", describe(error, self.store.pool.device))
+                if not isinstance(error, Exception):
+                    raise
                 return False
             request.compress_s += report.seconds
             if not (turn.retention.demotes or turn.retention.zooms) and report.dropped:

@@ -33,7 +33,7 @@ def fault_of(token_ids: Sequence[int], vocab: int, max_context: int) -> str | No
     return None
 
 
-def describe(error: Exception, device: torch.device) -> str:
+def describe(error: BaseException, device: torch.device) -> str:
     """What went wrong in a step on a device, in a sentence."""
     if isinstance(error, MinikvError):
         return str(error)

@@ -8,7 +8,8 @@ from itertools import islice
 import pytest
 from cli_tools import write_tiny_model
 
-from minikv import LLM, ConfigError, RequestError, SamplingParams, TemplateError, TierConfig
+from minikv import LLM, CacheConfig, ConfigError, RequestError, SamplingParams, TemplateError, TierConfig
+from minikv.cache.lanes import LaneStore
 
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -248,3 +249,34 @@ def test_thinking_text_stripped_from_history_still_gives_right_replies(model_dir
         second = session.send("Go on", SHORT)
         assert 0 < second.usage.reused_tokens < first.usage.prompt_tokens + 2
         assert second.text == llm.chat(session.messages[:-1], SHORT).text
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("policy", ["gracekv", "snapkv", "sekv"])
+def test_a_turn_interrupted_while_lanes_are_rewritten_is_taken_back(model_dir, monkeypatch, policy, turn):
+    refit = True if policy == "snapkv" else None
+    cache = CacheConfig(policy=policy, budget=40, sinks=2, recent=4, window=6, refit=refit)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    questions = ["one two three four five six " * 4, "eight nine ten " * 4, "twelve " * 3]
+    write = LaneStore._write_layer
+
+    def interrupted(store, seq, layer, *rest, **more):
+        if layer == 1:
+            raise KeyboardInterrupt
+        return write(store, seq, layer, *rest, **more)
+
+    with LLM(model_dir, tiers=TierConfig(warm="64MiB"), cache=cache) as llm:
+        said = []
+        for stopped in (False, True):
+            session = llm.chat_session()
+            for number, question in enumerate(questions):
+                if stopped and number == turn:
+                    monkeypatch.setattr(LaneStore, "_write_layer", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        session.send(question, params)
+                    monkeypatch.undo()
+                session.send(question, params)
+            said.append([message["content"] for message in session.messages])
+        assert [len(texts) for texts in said] == [6, 6]
+        assert not turn or said[0][:2] == said[1][:2]
+        llm.engine.store.check()
