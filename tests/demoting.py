@@ -39,3 +39,11 @@ class Talk:
         said = collector.tokens[request]
         self.history += said
         return said, collector.finished[request].request
+
+    def disturb(self, how):
+        """Take the conversation's lanes away if they are idle (`reclaim`), or forget half of what was said
+        (`again`)."""
+        if how == "reclaim" and self.lanes in self.engine.scheduler.idle:
+            self.engine.scheduler._reclaim(self.lanes)
+        if how == "again":
+            self.history = self.history[: len(self.history) // 2]

@@ -190,10 +190,7 @@ def test_random_conversations_end_with_nothing_left_below(moves, policy, warm):
     talks = [Talk(engine, demoting(policy)) for _ in range(3)]
     for who, steps, what in moves:
         talk = talks[who]
-        if what == "reclaim" and talk.lanes in engine.scheduler.idle:
-            engine.scheduler._reclaim(talk.lanes)
-        if what == "again":
-            talk.history = talk.history[: len(talk.history) // 2]
+        talk.disturb(what)
         said, _ = talk.ask(who + steps, size=9, answer=3, steps=steps or None)
         assert len(said) == 3
     for talk in talks:

@@ -227,10 +227,7 @@ def test_random_conversations_in_a_small_pool_end_with_nothing_left(moves, polic
     talks = [Talk(engine, demoting(policy)) for _ in range(3)]
     for who, steps, what in moves:
         talk = talks[who]
-        if what == "reclaim" and talk.lanes in engine.scheduler.idle:
-            engine.scheduler._reclaim(talk.lanes)
-        if what == "again":
-            talk.history = talk.history[: len(talk.history) // 2]
+        talk.disturb(what)
         if what == "stop":
             (request,) = engine.add(talk.history + prompt(37), greedy(3), lanes=talk.lanes, cache=talk.cache)
             for _ in range(steps):
